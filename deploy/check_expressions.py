@@ -2,10 +2,10 @@
 
     python deploy/check_expressions.py --prometheus http://127.0.0.1:9090
 
-Prints each expression that does not parse or returns no series and exits 1, else exits 0. Those
-whose series hold only NaN or infinity, such as a quantile of nothing, are printed too, but are no
-fault. A dashboard query or a recording rule must itself return something. An alert that does not
-fire returns nothing, so of an alert each selector must. Only reads.
+Prints each expression that does not parse or returns no series and exits 1, else exits 0.
+Expressions whose series hold only NaN or infinity, such as a quantile of nothing, are printed too,
+but are no fault. A dashboard query or a recording rule must itself return something. An alert that
+does not fire returns nothing, so each of its selectors must return something. Only reads.
 """
 
 import argparse

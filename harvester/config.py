@@ -44,8 +44,8 @@ class HttpConfig(FrozenSettings):
     token_file: Path | None = None
     """Tokens, one a line, of which callers send one as `Authorization: Bearer ...`."""
     operator_token_file: Path | None = None
-    """Tokens that may also stop and resume; without it those of `token_file` may. A gateway's token
-    then lifts only what gateways ordered."""
+    """Tokens that may also stop and resume; without this file, tokens of `token_file` may. With it,
+    a gateway's token lifts only orders of gateways."""
     tls: ServerTls | None = None
     """Required off loopback, unless `plain_http` says otherwise."""
     plain_http: bool = False
@@ -153,7 +153,7 @@ class GuestConfig(FrozenSettings):
     eager: bool = False
     """Without CUDA graphs: slower steps, less memory."""
     arguments: tuple[str, ...] = Field(default=(), max_length=256)
-    """More flags of vLLM, placed after RoseMux's own; those of `OWN_FLAGS` are refused."""
+    """More flags of vLLM, placed after RoseMux's own; flags in `OWN_FLAGS` are refused."""
 
     @field_validator("arguments")
     @classmethod
@@ -185,7 +185,7 @@ class SlotConfig(FrozenSettings):
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
     pulses: tuple[_Name, ...] = Field(default=(), max_length=32)
-    """Pulse files that must be fresh, besides those present, at least one, and one for each API
+    """Pulse files that must be fresh, besides all present files (at least one) and one for each API
     server that an engine announces."""
     owners: OwnersConfig | None = None
     """Replaces the node's owners if this slot's engines run as other users."""
@@ -210,7 +210,7 @@ class SlotConfig(FrozenSettings):
     guest: GuestConfig | None = None
     """The guest that `rosemux guest` starts, if it does. The agent itself reads `gpus` alone."""
     stop: StopWord = StopOrder.NONE
-    """As the node's `stop`, for this slot."""
+    """Like the node's `stop`, for this slot."""
     policy: SlotSettings = SlotSettings()
 
     @model_validator(mode="after")

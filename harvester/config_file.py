@@ -59,9 +59,8 @@ def load_agent_config(
     environment: Mapping[str, str] | None = None,
     slot: str | None = None,
 ) -> AgentConfig:
-    """The whole configuration, with the slots of its `slots_file`. Where a `slot` of the file
-    itself is wanted, its slots alone: a fault of the other file is none of theirs. Raises
-    ConfigError."""
+    """The configuration with the slots of its `slots_file`. If `slot` is in the file itself,
+    `slots_file` is not read, so its faults do not matter. Raises ConfigError."""
     written = read_agent_config(path, flags=flags, environment=environment)
     if slot in {each.name for each in written.config.slots}:
         return written.config
@@ -97,8 +96,8 @@ def read_agent_config(
 def read_slots_file(
     written: LoadedConfig, path: Path | None, *, may_be_absent: bool = True
 ) -> LoadedConfig | None:
-    """The agent's configuration with the slots of a slots file in place of its own; None without
-    the file. Raises ConfigError."""
+    """The agent's configuration with the slots of a slots file instead of its own; None without the
+    file. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -120,8 +119,8 @@ def read_slots_file(
 
 
 def with_slots(written: LoadedConfig, found: LoadedConfig | None) -> LoadedConfig:
-    """The configuration with the slots of its own file and those of a slots file, of which the
-    former count where both have one. Raises ConfigError."""
+    """The configuration with the slots of its own file and of a slots file; its own slot counts if
+    both have one of a name. Raises ConfigError."""
     if found is None:
         return written
     own = {slot.name for slot in written.config.slots}
@@ -146,8 +145,8 @@ def _with(config: AgentConfig, slots: tuple[SlotConfig, ...], path: Path | None)
 
 
 def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> list[str]:
-    """Notes about settings that were read from `values`. Raises ConfigError for those that only an
-    experiment may have."""
+    """Notes about settings that were read from `values`. Raises ConfigError for settings that only
+    an experiment may have."""
 
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, note, text, path) for where, note in found]
@@ -233,7 +232,7 @@ def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -
         if last:
             node[key] = value
         else:
-            # A copy: YAML's aliases make one mapping stand in several places.
+            # A copy: with YAML's aliases one mapping may appear in several places.
             child = node.get(key, {}) if isinstance(node, dict) else node[key]
             node[key] = copy(child)
             node = node[key]

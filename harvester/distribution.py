@@ -1,4 +1,4 @@
-"""The installed distribution: its version, and which of its extras has what is not installed."""
+"""The installed distribution: its version, and the extra that provides a missing package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

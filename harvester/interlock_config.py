@@ -38,7 +38,7 @@ class AlertsConfig(Credentials):
     server: Literal["prometheus", "alertmanager"] = "prometheus"
     """Prometheus says whether a rule exists and is evaluated; Alertmanager heeds silences."""
     alerts: tuple[AlertConfig, ...] = Field(min_length=1, max_length=64)
-    """A name alone stands for `name`."""
+    """A plain string is the alert's `name`."""
     watchdog: str = Field(default="", max_length=256)
     """An alert that always fires while alerts are raised at all; "" expects none. Alertmanager
     needs it, because it forgets the alerts of a Prometheus that is away."""
@@ -79,7 +79,7 @@ class AcceleratorsConfig(Credentials):
     url: str = ""
     """dcgm-exporter's metrics page."""
     power_watts_max: float | None = Field(default=None, gt=0, le=1e5)
-    """Without it, power is not checked; so the temperature below."""
+    """Power limit in W; None: power is not checked. The temperature limit works alike."""
     temperature_celsius_max: float | None = Field(default=None, gt=0, le=200)
     xid: bool = True
     """Check for Xid errors."""
@@ -88,7 +88,7 @@ class AcceleratorsConfig(Credentials):
     )
     """Xid errors that are an application's own, e.g. 13, 31, 43 and 45."""
     order: StopWord = StopOrder.DRAIN
-    """While a limit is exceeded. Missing data holds."""
+    """Order while a limit is exceeded; missing data gives `hold`."""
     period_s: float = Field(default=5.0, ge=1.0, le=300.0)
     timeout_s: float = Field(default=2.0, ge=0.1, le=60.0)
     quiet_s: float = Field(default=60.0, ge=1.0, le=86400.0)

@@ -49,7 +49,7 @@ class DecisionLog:
         self._path = None if directory is None else directory / f"{policy.NAME}.jsonl"
         self._max_bytes = max_bytes
         self._writer: JournalWriter | None = None
-        """None before the first line, too."""
+        """Also None before the first line."""
         try:
             self._begin(snapshot, now)
         except OSError as error:
@@ -60,8 +60,8 @@ class DecisionLog:
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
     ) -> dict[str, Any] | None:
-        """The snapshot that what follows begins with, where this has filled the file or decisions
-        before it are missing. None where it cannot be written: the decision counts as missing.
+        """The snapshot with which the next file begins, if this decision filled the file or earlier
+        decisions are missing. None if it cannot be written: the decision counts as missing.
         """
         if self._path is None:
             return None

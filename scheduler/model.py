@@ -59,7 +59,7 @@ class PhaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     warning."""
     nodes: int = 1
     mean_s: float | None = None
-    """Measured alone on its nodes before; None: nothing is known but `max_s`."""
+    """Mean duration measured alone on its nodes; None: only `max_s` is known."""
     cv: float = 0.1
     seen: int = 40
     """Phases that `mean_s` is of."""
@@ -82,7 +82,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """State that stays resident in host memory of every node of the job."""
     tenant: TenantId = TenantId("default")
     harvesting: bool = False
-    """Its rollouts use leases where the control allows them; no plan counts on one."""
+    """The job's rollouts use leases where the control allows them; no plan counts on a lease."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

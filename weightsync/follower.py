@@ -54,7 +54,7 @@ class _Coming:
 class Follower(AbstractContextManager["Follower"]):
     """Owns one directory; a lock keeps a second owner out. Not thread-safe.
 
-    After an exception `held` tells the directory's state: the old version, or None until the next
+    After an exception `held` shows the directory's state: the old version, or None until the next
     `pull` has repaired it.
     """
 
@@ -122,8 +122,8 @@ class Follower(AbstractContextManager["Follower"]):
     def pull(self, version: WeightVersion | None = None) -> Pulled:
         """Bring the directory to `version`, or to the newest one.
 
-        Raises what Receiver raises; Stale if the store's newest version is older than the held one
-        (give `version` to go back) and no other run of a trainer; Exhausted if the disk is full.
+        Raises Receiver's errors; Stale if the newest version is older than the held one (give
+        `version` to go back) and from the same run of a trainer; Exhausted if the disk is full.
         """
         started = self._clock.now()
         mended, rolled, rolled_bytes = self.interrupted, 0, 0

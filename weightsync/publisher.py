@@ -226,7 +226,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         try:
             published = self._agreed(state, self._steps if step is None else step, started)
         except Exception:
-            # Only now, since the other ranks are told first and have stopped writing.
+            # Raised only now: the other ranks are told first and have stopped writing.
             if self._lead is not None:
                 self._lead.sweep()
             raise

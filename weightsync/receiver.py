@@ -167,7 +167,7 @@ class Receiver:
         if current == target:
             self._steps.pop(VersionRef(Kind.WEIGHT, target), None)
         if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
-            # The trainer began anew, or the run that wrote the held version is unknown here.
+            # The trainer restarted, or the run that wrote the held version is unknown here.
             self._steps.clear()
             current = None
         copy = self._copy and self._copy.step
@@ -194,8 +194,8 @@ class Receiver:
         self, version: WeightVersion, target: WeightVersion, known: str | None
     ) -> bool:
         """Whether the version, of the stamp `known`, may not be what the store has under its
-        number. Versions of ours have a hash of the whole state; nothing else would tell the runs of
-        another trainer apart. Only another trainer's have a stamp."""
+        number. RoseMux's versions have a hash of the whole state. Another trainer's versions have a
+        stamp, which alone distinguishes its runs."""
         with suppress(*_BROKEN):
             # A relay may have only the anchor, or a skip delta, of the target in an outage.
             here = (ref for ref in self._present if ref.version == target)
@@ -227,7 +227,7 @@ class Receiver:
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
-                # An object store lists what is still being written.
+                # An object store also lists directories that are still being written.
                 if ref.kind is not Kind.WEIGHT:
                     return None
                 raise
@@ -319,8 +319,8 @@ class Receiver:
             self._written = _Written(staged.plan.target, staged.table, digests)
 
     def wrote_steps(self, staged: Staged) -> None:
-        """Remember which run of a trainer the written versions are of. A staged one that is never
-        written says nothing of what is held."""
+        """Remember which trainer's run the written versions come from. A version that is staged and
+        never written does not count."""
         for step in staged.plan.steps:
             self._stamps[step.ref.version] = step.manifest.stamp
             self._hashes[step.ref.version] = step.manifest.state_hash

@@ -95,7 +95,7 @@ def _caps(evidence: Evidence, verdict: ScenarioVerdict) -> None:
 
 
 def _caps_at(evidence: Evidence, at_s: float) -> Caps:
-    """Those in force; of two that a reload exchanges within the tolerance, the wider."""
+    """The caps in force; of two that a reload exchanges within the tolerance, the wider."""
     limits = [caps for caps in evidence.caps if caps.since_s <= at_s]
     last = limits[-1]
     near = [caps for caps in limits[-2:] if last.since_s >= at_s - evidence.tolerance_s]

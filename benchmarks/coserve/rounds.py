@@ -26,7 +26,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse
 
-# What the last arm left has gone by then.
+# Time after which the load of the last arm has ended.
 _SETTLE_S = 1.0
 _UNDER_WAY_STEPS = 5
 _UNDER_WAY_S = 10.0

@@ -59,7 +59,7 @@ def paired_p_value(
     random = np.random.default_rng(seed)
     pooled = np.concatenate([first, second])
     points = np.unique(np.quantile(pooled, np.linspace(0, 1, _POINTS), method="nearest"))
-    # Of each pair, at each point: whether the first lies below less whether the second does.
+    # For each pair and point: whether the first lies below less whether the second does.
     steps = (first[:, None] <= points).astype(np.float32) - (second[:, None] <= points)
     columns = np.column_stack([steps, (first - second).astype(np.float32)])
     sums = np.abs(columns.sum(axis=0, keepdims=True))

@@ -42,7 +42,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of the request."""
+        """Fields of the request."""
         given: dict[str, Any] = {"messages": self.messages}
         if self.tool_choice:
             given |= {"tools": [_tool(self.tool_choice)], "tool_choice": self.tool_choice}

@@ -9,8 +9,8 @@ from scipy.stats import binomtest
 from scheduler.gateway.policy.trajectories import Turn
 
 _MOVED_SHARE = 0.8
-"""Least share of planned moves. Those of a whole reply fall on times, and some behind its end; two
-within tokens that are read together are one."""
+"""Least share of planned moves. Moves of a whole reply fall on times, and some after its end; two
+moves within tokens that are read together count as one."""
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
 

@@ -124,7 +124,7 @@ class FaultKind(StrEnum):
     STALL = "stall"
     """SIGSTOP and, some seconds later, SIGCONT."""
     STALL_GUEST = "stall_guest"
-    """The same of the guest with a turn on it, for a shorter time: its agent may end it."""
+    """STALL of the guest with a turn on it, for a shorter time: its agent may end it."""
     KILL_AGENT = "kill_agent"
     """SIGKILL of the guest's agent, then a restart."""
     REVOKE = "revoke"

@@ -50,7 +50,7 @@ class Parts:
         """`environment`: of the machine, over the command's own."""
         temporary = self.paths.run / "tmp"
         temporary.mkdir(exist_ok=True)
-        # What vLLM leaves in its temporary directory goes with the run's.
+        # Files that vLLM leaves in its temporary directory are removed with the run's.
         places = {"TMPDIR": str(temporary)}
         self.running[name] = self.processes.start(
             name,

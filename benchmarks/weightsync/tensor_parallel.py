@@ -192,7 +192,7 @@ class RankFollower:
         self._weights.load(wanted)
         loaded = self._clock.now()
         self._weights.release()
-        # What an update leaves is freed in the background.
+        # Memory that an update leaves is freed in the background.
         self._weights.fall_asleep()
         gc.collect()
         seen = {

@@ -38,8 +38,8 @@ from harvester.contracts.process import ProcessId
 
 GUEST_PAGE_TTL_NS = 500_000_000
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
-"""Upper bounds on the grant's grace and memory deadline, whatever the grant says: those of an
-agent's settings."""
+"""Upper bounds on the grant's grace and memory deadline, whatever the grant says; equal to the
+bounds of an agent's settings."""
 _LOOK_NS = 100_000_000
 """Interval at which the guest checks that its page still exists."""
 _LENDING_NS = 1_000_000_000
@@ -56,7 +56,7 @@ class GuestQueue:
     kv_tokens_total: int = 0
     kv_tokens_withheld: int = 0
     kv_budget_tokens: int | None = None
-    """The budget that was obeyed last; None: no limit."""
+    """The last obeyed budget; None: no limit."""
     kv_tokens_short: int = 0
     """KV tokens that requests held above the budget at that time."""
     kv_tokens_retained: int = 0
@@ -84,16 +84,16 @@ class GuestSlot:
         self._look_ns = 0
         self._pulses = GrantedPulses(self._directory)
         self._pulses_read: Sequence[Reading[PulseHead]] = ()
-        """As of the last decision."""
+        """Pulse pages as read for the last decision."""
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = GuestQueue()
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._mean_wait_s: float | None = None
-        """`mean_wait_s` of the launched step; beside one that owes a rest no other is launched."""
+        """`mean_wait_s` of the launched step; a step that owes a rest runs alone."""
         self._grant: Reading[Grant] = self._grant_page.read()
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
-        """The last one that could be read; without a grant nothing falls asleep or wakes up."""
+        """The last readable grant; without a grant nothing falls asleep or wakes up."""
         self._memory_deadline = MemoryDeadline()
         self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
@@ -150,7 +150,7 @@ class GuestSlot:
             return tuple([word for word in words if word is not None])
 
     def isolation_watch(self) -> IsolationWatch | None:
-        """A watch that is not started yet; None for an isolation that cannot cease to hold."""
+        """A watch that is not started yet; None for an isolation that cannot fail later."""
         load = self.load
         if load.isolation in PREEMPTED:
             backend = IsolationBackend(load.isolation)
@@ -168,7 +168,7 @@ class GuestSlot:
         return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
 
     def kv_budget_tokens(self) -> int | None:
-        """KV that the guest may keep as of the last decision; None: no limit."""
+        """KV that the guest may keep after the last decision; None: no limit."""
         # A late grant takes nothing; a grant that is missing beyond its grace takes everything.
         if self.grace_over() or self.granted.asleep:
             return 0
@@ -182,8 +182,8 @@ class GuestSlot:
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
     def memory_missed(self) -> bool:
-        """Whether the guest has held more than its budget for longer than its deadline, as of the
-        last decision. A sleeping guest has no deadline: production does not need that memory yet.
+        """Whether the guest, at the last decision, had held more than its budget for longer than
+        its deadline. A sleeping guest has no deadline: production does not need that memory yet.
         Called by one thread only."""
         waits = self.grace_over() or not self.granted.asleep
         return self._memory_deadline.missed(

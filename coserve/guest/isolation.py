@@ -41,9 +41,9 @@ from harvester.platform.scheduling_group import Rank, is_below, ranks
 _PRIORITY_NORMAL, _PRIORITY_BELOW_NORMAL = "0", "1"
 _GROUPS = IdleGroups()
 _GPU_GUEST_NICE = 19
-"""Nice value of a GPU guest's host threads: a sixtieth of a core beside each of production's. Not
-the idle class: production may wait for a driver lock that a guest thread holds, and a thread
-without any CPU time never releases it."""
+"""Nice value of a GPU guest's host threads: a sixtieth of a core beside each of production's. The
+idle class is unfit: production may wait for a driver lock that a guest thread holds, and a thread
+without CPU time never releases it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def choose(
     gpus: Sequence[Gpu] = (),
     mps: MpsShare | None = None,
 ) -> Isolation:
-    """The requested backend, or the best of this machine. `gpus` are those of the guest.
+    """The requested backend, or the best of this machine. `gpus`: the guest's GPUs.
 
     `mps` is an operator's consent; it is used only if MPS is requested. Raises Unsupported if the
     requested backend cannot work here, ConfigError if it lacks that consent.
@@ -190,7 +190,7 @@ def _mps(gpus: Sequence[Gpu], share: MpsShare | None) -> Isolation:
     for gpu in gpus:
         if gpu.compute_mode is ComputeMode.PROHIBITED:
             raise Unsupported(f"GPU {gpu.uuid} is in compute mode {gpu.compute_mode}")
-    # Without a daemon CUDA starts all the same, silently time-sliced.
+    # Without a daemon CUDA starts anyway, silently time-sliced.
     share.control.servers()
     return Isolation(
         IsolationBackend.MPS,

@@ -66,7 +66,7 @@ class IsolationWatch(threading.Thread):
         except (OSError, PeerProtocolError, Unsupported) as error:
             observed = ObservedIsolation(fault=str(error))
         except Exception as error:
-            # Without this thread an observation would stay true for ever.
+            # If this thread ended, its last observation would stay in force for ever.
             _log.exception("the watch goes on after an error")
             observed = ObservedIsolation(fault=f"it cannot be looked at: {error}")
         before, self.observed = self.observed, observed

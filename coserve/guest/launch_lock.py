@@ -22,7 +22,7 @@ class LaunchLock:
 
     def __init__(self, directory: Path, gpus: Iterable[str], *, clock: Clock | None = None) -> None:
         self._files = [
-            # One order everywhere, so that two engines of several GPUs never deadlock.
+            # All engines lock in one order, so that two engines of several GPUs never deadlock.
             directory / f"{checked_name(gpu, what='GPU')}.launch"
             for gpu in sorted(set(gpus))
         ]

@@ -40,5 +40,5 @@ def end_guest(processes: Iterable[ProcessId]) -> None:
             try:
                 os.kill(process.pid, signal.SIGKILL)
             except OSError:
-                continue  # It has just gone; its memory with it.
+                continue  # The process has just ended, and its memory with it.
     os.kill(own, signal.SIGKILL)

@@ -23,7 +23,7 @@ MOST_TRAJECTORIES = 4096
 time.
 """
 _WINDOW = 256
-# With nothing learned: longer than most tools run, short compared with an RL step.
+# Used before anything is learned: longer than most tools run, short compared with an RL step.
 _PATIENCE_S = 600.0
 _LEAST_PATIENCE_S = 60.0
 _MOST_PATIENCE_S = 3600.0

@@ -1,8 +1,8 @@
 """Terms by which the slack law judges each pulse of a slot, joined over one engine's processes.
 
 The API-server processes of one engine share its steps: their decodes form one batch, and their
-models describe one engine. Unlike engines keep models of their own: a share epsilon of a large
-model's step is far more than that of a small one's.
+models describe one engine. Unlike engines keep their own models: a share epsilon of a large model's
+step is far longer than the share of a small model's step.
 
 Requests are counted twice, by the middleware (in flight) and by the cores: the larger count is
 used.
@@ -117,7 +117,7 @@ def _tells(pulse: PulseHead) -> bool:
 
 def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
     """Count unseen requests. `pulses` are all of one engine. Requests that wait for their first
-    token may be in the batch already; they have a deadline of their own."""
+    token may be in the batch already; they have their own deadline."""
     terms.unseen_step_ns = max([pulse.unseen_step_ns for pulse in pulses])
     holding = [core for core in latest_cores(pulses) if core.running or core.waiting]
     if not holding:
@@ -128,4 +128,4 @@ def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
     terms.unseen = max(0, in_batch - terms.decoding)
     terms.decoding += terms.unseen
     if terms.decoding == 0 and not any(pulse.in_flight for pulse in pulses):
-        terms.unseen = 1  # Of those without a place in the batch.
+        terms.unseen = 1  # Stands for the held requests without a place in the batch.

@@ -70,7 +70,7 @@ class StepDecision(msgspec.Struct, frozen=True):
     rest_s: float = 0.0
     """Time until the rest is over, if production stays idle."""
     owed_s: float | None = None
-    """Rest that is left, counted until now; None if production was not seen idle."""
+    """Remaining rest, counted until now; None if production was not seen idle."""
 
     @property
     def open(self) -> bool:
@@ -119,7 +119,7 @@ def decide(
 
     With `may_probe` (the last step is long enough ago) idle production admits one token against a
     prediction by which not even a short step fits: it would never be corrected. A probe rests as a
-    step that arrivals wait for; one that was too long for the SLO is repeated ten minutes later.
+    step that arrivals wait for; a probe too long for the SLO is repeated ten minutes later.
     """
     record = grant.record
     if record is None:
@@ -186,7 +186,7 @@ class IdleStep(msgspec.Struct, frozen=True):
 
 def idle_step(waits: Phantom, grant: Grant, guest: GuestLoad) -> IdleStep:
     """A step that any arrival may wait for, if most of its time is tokens; else the better of it
-    and a longer one that rests. 0 tokens if neither fits."""
+    and a longer step with a rest. 0 tokens if neither fits."""
     model, decodes, context = guest.step_time, guest.decodes, guest.context_tokens
 
     def within(budget_s: float) -> tuple[int, float]:

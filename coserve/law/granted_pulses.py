@@ -20,8 +20,8 @@ class GrantedPulses:
         return tuple(self._pages.values())
 
     def read(self, grant: Grant, *, now_ns: int) -> list[Reading[PulseHead]]:
-        """One reading for each name; none if the grant names no pulses of this directory: the gate
-        then stays closed, and a better grant opens it."""
+        """One reading for each name; [] if the grant names no pulses of this directory: the gate
+        then stays closed until a better grant."""
         if self._names != grant.pulses:
             for page in self._pages.values():
                 page.close()

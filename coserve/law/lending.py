@@ -15,8 +15,8 @@ from harvester.contracts.page import Grant, Law, Lending, PulseHead
 def lending(
     pulses: Sequence[PulseHead], grant: Grant, step_time: StepTimeModel, *, token_limit: int
 ) -> Lending:
-    """`pulses` are those that the grant names. Other laws than `slack` lend without a bound that
-    could be stated: all unknown."""
+    """`pulses`: the pulses that the grant names. Laws other than `slack` have no bound that could
+    be stated: all fields are unknown."""
     if grant.law is not Law.SLACK:
         return Lending()
     waits = waits_of(terms_of(pulses, grant), grant)

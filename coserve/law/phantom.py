@@ -45,7 +45,7 @@ from harvester.contracts.page import Grant, ProductionModel
 
 SHORTEST_PROMPT_TOKENS = 1
 MOST_RESTED_STEPS = 3.0
-"""A step that rests takes at most one part of so many of idle time."""
+"""A step with a rest takes at most one part in this many of idle time."""
 _QUANTILES = 10
 # Largest share of its SLO, however large epsilon is, that a prompt too long for it may lose.
 _UNKEPT_SHARE_MAX = 0.25
@@ -67,7 +67,7 @@ class Phantom(NamedTuple):
 
 def quantiles_of(prompt_tokens: Sequence[int]) -> tuple[int, ...]:
     """Prompt lengths in ascending order, at most 10, each of which stands for an equal share of
-    prompts that are at least as long. Fewer prompts than that are joined by one of one token."""
+    prompts that are at least as long. Fewer than 10 prompts are joined by a prompt of one token."""
     ordered = sorted(prompt_tokens)
     if len(ordered) < _QUANTILES:
         return (SHORTEST_PROMPT_TOKENS, *ordered)
@@ -82,8 +82,8 @@ def phantom(
     slo_s: float,
     epsilon: float,
 ) -> Phantom:
-    """`prompts` are those of `quantiles_of` in any order, `longest_prompt` is their P99. With
-    an infinite epsilon only the longest prompt's SLO counts, as in ROSE's law."""
+    """`prompts`: from `quantiles_of`, in any order; `longest_prompt`: their P99. With an infinite
+    epsilon only the longest prompt's SLO counts, as in ROSE's law."""
     late_s = slo_s - _alone_s(model, longest_prompt)
     if epsilon == math.inf:
         return Phantom(late_s, late_s, late_s)

@@ -1,6 +1,6 @@
 """Production's own step times, alone, as its pulse reports them.
 
-Upper quantiles of what was seen in a sliding window:
+Upper quantiles of the observations in a sliding window:
 
     T_prefill(n) = prefill_base + prefill_per_token * n    from requests that waited for no other
     T_decode(b)  = decode_base  + decode_per_request * b   from steps without a prefill in them

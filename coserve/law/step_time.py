@@ -47,10 +47,10 @@ _LEAST_INFORMATION = 1e-3
 class CalibrationWindow:
     """Calibration of predicted step times: observed over predicted.
 
-    Each step is compared with the model in force when it ran, never with one that has learned from
-    it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of the
-    ratio is 1; above 1 production is slower than the slack law believes, below it harvesting leaves
-    time unused.
+    Each step is compared with the model in force when it ran, never with a model that has learned
+    from it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of
+    the ratio is 1; above 1 production is slower than the slack law believes, below it harvesting
+    leaves time unused.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class StepTimeModel:
             self._points.clear()
             self._values.clear()
         self._ratios.append(step_s / max(mean, _SHORTEST_STEP_S))
-        # By rank, so that the next step is within it as often as the quantile says.
+        # The rank makes the factor cover the next step as often as the quantile says.
         rank = math.ceil(self.quantile * (len(self._ratios) + 1))
         self.factor = max(1.0, sorted(self._ratios)[min(rank, len(self._ratios)) - 1])
         self.samples += 1

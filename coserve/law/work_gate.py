@@ -1,4 +1,4 @@
-"""Paces guest work that is no engine step: decoding or writing a version, waking weights, starting.
+"""Paces guest work outside engine steps: decoding or writing a version, waking weights, starting.
 
 The work is done in pieces; each piece needs slack for the time that pieces of its kind have taken,
 as a step does. Without slack it waits; but a version may be late and never stuck, so after a while
@@ -71,8 +71,8 @@ class WorkPace:
         """Learn the duration of the piece that was admitted last."""
         self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
         if self._admitted_s is not None:
-            # By its actual duration: a long piece makes the prediction cautious, and delays only
-            # itself.
+            # The actual duration counts here: after a long piece the prediction stays high, which
+            # would delay several pieces.
             self._next_s = self._admitted_s + taken_s / SHARE
 
 
@@ -100,7 +100,7 @@ class WorkGate:
 
     @contextmanager
     def piece(self, kind: str = "weights") -> Iterator[None]:
-        """Waits until a piece of work may run, and learns how long those of its kind take."""
+        """Waits until a piece of work may run, and learns how long pieces of its kind take."""
         with ExitStack() as running:
             with self._turn:
                 while not (self._hurried or self.admits(kind)):
@@ -141,7 +141,7 @@ class WorkGate:
             self._hurried -= 1
 
     def budget_s(self) -> float | None:
-        """`work_budget_s` of the present pages; None in a withheld slice, where no piece may go.
+        """`work_budget_s` of the present pages; None in a withheld slice, where no piece may run.
 
         Infinite while production waits for memory: a guest that can free memory only after its work
         must finish soon, and the agent has lifted it.

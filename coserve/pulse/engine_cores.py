@@ -17,13 +17,14 @@ _SILENT_NS = 1_000_000_000
 
 
 class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One iteration as the statistics logger reports it."""
+    """One engine step as the statistics logger reports it."""
 
     running: int | None
     """None if this process got no scheduler statistics for the step."""
     kv_usage_ratio: float | None
     ttft_s: tuple[float, ...] = ()
-    """One for each request that got its first token, as vLLM measures it: since its own arrival."""
+    """Time from arrival to first token of each request that got its first token, as vLLM
+    measures."""
     wall_s: float = 0.0
     """The step's wall time, against which `ttft_s` is measured."""
     prompt_tokens: int = 0
@@ -35,7 +36,7 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     ours: bool = True
     """Whether the step held requests of this process."""
     waiting: int | None = None
-    """Requests without a place in the batch; None as for `running`."""
+    """Requests without a place in the batch; None if `running` is None."""
 
     @property
     def first_tokens(self) -> int:
@@ -71,7 +72,7 @@ NO_SIBLINGS = Siblings()
 class _Core:
     last_step_ns: int = 0
     ours: int = 0
-    """This process's requests that decode on the core, as of its last step with one of them."""
+    """This process's requests that decode on the core, at its last step with such a request."""
     running: int = 0
     waiting: int = 0
     kv_usage_ratio: float = 0.0

@@ -31,8 +31,8 @@ _STEP_WEIGHT = 0.05
 _INITIAL_BYTES_PER_TOKEN = 2.0
 # Bytes of a request around its prompt (model name, sampling parameters).
 _ENVELOPE_BYTES = 100
-# An engine that never catches up still teaches, less exactly: the step with the last first token of
-# such a run may hold a piece of the next prompt.
+# Runs of an engine that never catches up are used too, less exactly: the step with a run's last
+# first token may hold a piece of the next prompt.
 _RUN_STEPS_MAX = 16
 # Longest pause between steps of unseen requests that still counts as busy.
 _UNSEEN_PAUSE_NS = 300_000_000
@@ -94,7 +94,7 @@ class PulseState:
     root: ProcessId | None = None
     """Root process of the engine."""
     middleware: bool | None = None
-    """Whether the middleware is there to report arrivals; None if unknown."""
+    """Whether middleware reports arrivals; None if unknown."""
     alone_since_ns: int | None = 0
     """Start of the present interval in which no guest may step beside this engine; None while one
     may. Only steps wholly within such an interval teach `times`."""
@@ -184,7 +184,7 @@ class PulseState:
         self._unanswered = (*self._unanswered, waited_s)[-_RECENT:]
         self._unanswered_total += 1
         if outlived:
-            # Its prefill may be in the next step, which no core has reported yet.
+            # The request's prefill may be in the next step, which no core has reported yet.
             self._unseen_step_ns = now_ns
         if self._run is not None:
             self._run.whole = False
@@ -372,7 +372,7 @@ class PulseState:
         steps = run.steps + (ceil(run.tokens / self.step_tokens) if self.step_tokens else 0)
         others = beside.steps_total - run.beside.steps_total if beside and run.beside else 0
         if self.step_tokens and max(run.engine_steps, others) > steps:
-            return  # It waited for room, not for prefills.
+            return  # The request waited for room, not for prefills.
         seconds = (now_ns - begun_ns) * 1e-9 - run.decodes * self.times.model.decode_s_per_request
         self.times.observe_prefill(
             tokens=round(run.tokens / run.steps), seconds=max(0.0, seconds / run.steps)

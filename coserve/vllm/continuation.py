@@ -133,7 +133,7 @@ def _with_output(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _advanced(create_grammar: Callable[..., Any]) -> Callable[..., Any]:
-    """Structured output: the grammar stands where the emitted tokens have led it."""
+    """Structured output: advances a new grammar by the emitted tokens."""
 
     def advanced(self: Any, request: Any, *args: Any) -> Any:
         grammar = create_grammar(self, request, *args)

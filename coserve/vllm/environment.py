@@ -50,7 +50,7 @@ class SlotEnvironment:
 
 
 def slot_environment() -> SlotEnvironment | None:
-    """None where this process belongs to no slot.
+    """The slot's environment; None outside a slot.
 
     Raises ConfigError for a half-set or wrong environment.
     """

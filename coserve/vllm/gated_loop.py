@@ -18,15 +18,15 @@ class StepGate(Protocol):
     """The gated scheduler, as its loop sees it."""
 
     in_step: bool
-    """Within a step vLLM's `has_requests` means: is one to be launched."""
+    """Within a step vLLM's `has_requests` asks whether a step is to be launched."""
 
     def admits(self) -> bool:
-        """One decision: whether a step may be launched now. It holds for one `schedule`."""
+        """Decides whether a step may be launched now. The decision holds for one `schedule`."""
         ...
 
     @property
     def sleep_s(self) -> float | None:
-        """How long the loop may sleep unless it is woken; None: without end."""
+        """Longest sleep of the loop unless it is woken, in s; None: no limit."""
         ...
 
 
@@ -42,7 +42,7 @@ class GatedLoop:
         core.step_fn = self.step
 
     def process_input_queue(self) -> None:
-        """Returns when a step is to be made: one is admitted, or one that was launched may end."""
+        """Returns when a step is to be made: a step is admitted, or a launched step may end."""
         core = self._core
         self._process_input_queue()
         while not self._gate.admits() and core.has_work() and not core.batch_queue:
@@ -52,7 +52,7 @@ class GatedLoop:
             except queue.Empty:
                 continue
             core._handle_client_request(*request)
-            # Those behind it; without work left, vLLM ends its pauses here and sleeps by itself.
+            # Reads later requests; without work left, vLLM ends pauses here and sleeps by itself.
             self._process_input_queue()
 
     def step(self) -> Any:

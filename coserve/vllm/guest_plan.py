@@ -50,7 +50,7 @@ class GuestSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice: whether it is possible here, whether it is taken, and why."""
+    """One option of the plan: whether it is possible here, whether it is taken, and why."""
 
     question: str
     choice: str

@@ -86,7 +86,7 @@ class IdentityMiddleware:
             if message["type"] == "http.response.start":
                 message = _stamped(message, self.identity)
             elif wanted and wanted != self.identity:
-                # Without the end that its protocol asks for: its reader takes it for broken.
+                # Omits the protocol's end, so that the reader takes the stream for broken.
                 cut, message = True, {"type": "http.response.body", "body": b""}
             await send(message)
 

@@ -24,7 +24,7 @@ class KvReserve:
         self._tokens_per_block = tokens_per_block
         self._give_back = give_back
         self._withheld: list[Any] = []
-        # One block is upstream's null block: never free, and never allocated.
+        # vLLM's null block is left out: it is never free and never allocated.
         self._blocks = pool.num_gpu_blocks - 1
 
     @property

@@ -81,7 +81,7 @@ class KvShared:
 
     @property
     def tokens_withheld(self) -> int:
-        """Tokens above the budget, less those whose pages are still mapped."""
+        """Tokens above the budget, less the tokens whose pages are still mapped."""
         if self._budget_tokens is None:
             return 0
         over = -(-self._over_bytes() // self._block_bytes) * self._tokens_per_block
@@ -151,7 +151,7 @@ class KvShared:
         _log.warning("the KV limit is not written: %s stays locked", self._segment.path)
 
     def _evict(self) -> None:
-        """Evict cached prefixes, preferring those that free whole pages, until the limit holds."""
+        """Evict cached prefixes until the limit holds, first those that free whole pages."""
         while self._deferred():
             blocks = max(1, -(-self._over_bytes() // self._block_bytes))
             if self._pool._evict_blocks_from_pool(blocks) == 0:

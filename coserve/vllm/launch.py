@@ -97,7 +97,7 @@ class EngineCommand:
 
 def stock(spec: EngineSpec) -> EngineCommand:
     """A production engine without any RoseMux component."""
-    # Its weights are its own. A rollout engine's are the store's, which are bfloat16.
+    # A rollout engine's weights, unlike production's, come from a store of bfloat16.
     dtype = "bfloat16" if spec.gpu is not None or _fast_bf16() else "float32"
     return EngineCommand(_server(spec, dtype), _environment(spec) | HUGE_PAGES)
 
@@ -149,7 +149,7 @@ _CPU_STEP_TOKENS = 2048
 
 
 def _fast_bf16() -> bool:
-    """Without AVX-512 this CPU's bf16 prefill takes ten times as long as a float32 one."""
+    """Whether bf16 is fast: without AVX-512, bf16 prefill takes ten times as long as float32."""
     return "avx512f" in Path("/proc/cpuinfo").read_text()
 
 

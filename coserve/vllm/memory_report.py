@@ -82,8 +82,8 @@ def _held_bytes(device: torch.device) -> int | None:
 
 
 def process_bytes(uuid: str, pid: int) -> int | None:
-    """Bytes that a process holds on a GPU, as the driver says. None if the driver does not know the
-    process, for example from within a pid namespace."""
+    """Bytes that a process holds on a GPU, as the driver reports. None if the driver does not know
+    the process, for example from within a pid namespace."""
     library = nvml()
     if library is None:
         return None
@@ -104,7 +104,7 @@ def process_bytes(uuid: str, pid: int) -> int | None:
 
 
 def nvml() -> Any:
-    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py; None without either."""
+    """NVML's Python bindings: vLLM's copy, else nvidia-ml-py; None without either."""
     for name in _NVML:
         with suppress(ImportError):
             return importlib.import_module(name)
@@ -138,9 +138,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 
 
 def _graphs_bytes(segments: Iterable[dict[str, Any]], device: torch.device, known: set[int]) -> int:
-    """Bytes of private pools that hold neither weights nor KV; in sleep mode those have pools
-    too.
-    """
+    """Bytes of private pools without weights and KV, which have pools too in sleep mode."""
     total = 0
     for segment in segments:
         start, size = segment["address"], segment["total_size"]

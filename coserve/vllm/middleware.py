@@ -261,7 +261,7 @@ async def _refuse(send: Send, status: int, why: str) -> None:
 
 
 async def reply_json(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    """A whole reply; `headers` come behind those of its content."""
+    """Sends a whole reply; `headers` follow the headers of the content."""
     content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": [*content, *headers]})
     await send({"type": "http.response.body", "body": body})

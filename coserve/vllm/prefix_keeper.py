@@ -57,7 +57,7 @@ class PrefixKeeper:
     def stepped(
         self, request_ids: Iterable[str], *, open_requests: Iterable[str], now: float
     ) -> None:
-        """These are in the step that was just made: they hold their own prefixes now."""
+        """Requests `request_ids` are in the step just made and now hold their own prefixes."""
         if not self._waiting:
             return
         stepping, still_open = set(request_ids), set(open_requests)
@@ -115,7 +115,7 @@ class PrefixKeeper:
         """Tokens that are kept no more."""
         self._retention.drop(trajectory)
         blocks = self._kept.pop(trajectory, [])
-        # As vLLM frees a request: of a prefix that must go, its end goes first.
+        # The order in which vLLM frees a request: the end of an evicted prefix goes first.
         self._pool.free_blocks(reversed(blocks))
         return len(blocks) * self._tokens_per_block
 

@@ -10,7 +10,7 @@ from harvester.contracts.stock_fallback import guarded
 
 
 class PulseStatLogger(StatLoggerBase):
-    """One per engine core. Does nothing in a vLLM that belongs to no slot."""
+    """One logger per engine core. Does nothing in a vLLM outside any slot."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._rank = engine_index

@@ -69,8 +69,8 @@ def shape_of(vllm_config: Any) -> EngineShape:
     alone = parallel.data_parallel_external_lb
     return EngineShape(
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        # Behind a balancer of the operator's each rank is a server of its own, and how many of
-        # them share this directory is not for one of them to know.
+        # Behind the operator's balancer each rank is a separate server, and no rank knows how many
+        # share this directory.
         processes=0 if alone else count,
         process=parallel.data_parallel_rank * count + index if alone else index,
         shape=shape_line(vllm_config),
@@ -79,7 +79,7 @@ def shape_of(vllm_config: Any) -> EngineShape:
 
 
 def unfit_deployment(vllm_config: Any) -> str:
-    """Why no guest may run beside this engine, and the remedy; "" if one may.
+    """Why no guest may run beside this engine, with the remedy; "" if a guest may run.
 
     The slack law knows one machine: pulses in one directory, steps that begin when a request is
     there. Where a rank waits for other machines, a guest step on one of them delays all, unseen by
@@ -94,7 +94,7 @@ def unfit_deployment(vllm_config: Any) -> str:
     if parallel.data_parallel_backend == "ray" and ranks > 1:
         return "Ray may place its data-parallel ranks on other nodes; take the backend mp"
     if vllm_config.model_config.is_moe and ranks > parallel.data_parallel_size_local:
-        # Steps of such ranks are one forward pass each, with expert parallelism or without.
+        # A step of these ranks is one joint forward pass, with or without expert parallelism.
         return (
             f"a mixture of experts over {ranks} ranks, of which this API server has "
             f"{parallel.data_parallel_size_local}: all wait for each; harvest replicas whose ranks "
@@ -261,7 +261,7 @@ class PulseReporter:
         )
 
     def _beside(self, now_ns: int) -> Siblings | None:
-        """State of the other API servers; None if one is silent, or if nothing can be learned."""
+        """State of the other API servers; None if one is silent or nothing can be learned."""
         if not self._siblings:
             return NO_SIBLINGS
         if self._state.alone_since_ns is None:

@@ -77,7 +77,7 @@ class GuestResidency:
 def residency(
     vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool
 ) -> GuestResidency | None:
-    """None if a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
+    """None if a guest keeps its weights while asleep. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
     check(vllm, shared_kv=shared_kv)

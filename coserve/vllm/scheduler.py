@@ -43,7 +43,7 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 
 
 class CoserveScheduler(AsyncScheduler):
-    """One per guest engine core. `attach` is called by the engine loop's thread."""
+    """One scheduler per guest engine core. The engine loop's thread calls `attach`."""
 
     _residency: GuestResidency | None = None
     _granted_tokens: int | None = None
@@ -165,9 +165,9 @@ class CoserveScheduler(AsyncScheduler):
             if self.sleep_s == 0.0:
                 self._abort(list(self.requests))
         if self.finished_req_ids and not self.has_unfinished_requests():
-            # This step tells the workers which requests are over and computes nothing: behind a
-            # closed gate an engine without turns would otherwise never be idle, and no pause
-            # complete.
+            # This step tells the workers which requests have ended and computes nothing: without
+            # it, an engine without turns behind a closed gate would never be idle, and no pause
+            # would complete.
             self._drains_since_s = None
             return 0
         # For offloaded weights the waker comes by itself, at most once a beat.
@@ -259,8 +259,8 @@ class CoserveScheduler(AsyncScheduler):
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and not self.running and self._all_waiting():
-            # These requests would wait for ever; another engine continues them. Unless the budget
-            # has just grown: a request may arrive before the page is read again.
+            # These requests would wait for ever here; another engine continues them. First the page
+            # is read again, since the budget may have just grown.
             self._slot.decide()
             if self._slot.owes_memory():
                 self._keep_within_budget()

@@ -19,8 +19,8 @@ from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.process import ProcessId
 
-# A grant comes this often. Without one in so long the pages are read for what no writer tells of:
-# one that expired, was deleted and made anew, a grace that is over.
+# Period of grants. After this time without a grant the pages are read for changes that no writer
+# signals: a page that expired or was recreated, a grace that is over.
 BEAT_S = 0.1
 # Busy production writes hundreds of pulses in a second; an opening waits no longer than this.
 _PAUSE_NS = 1_000_000
@@ -38,7 +38,7 @@ class Waker(threading.Thread):
         *,
         end: Callable[[Iterable[ProcessId]], None] | None = end_guest,
     ) -> None:
-        """`end`: None where the guest must not be ended by itself."""
+        """`end`: None if the guest must not end itself."""
         super().__init__(name="rosemux-waker", daemon=True)
         self._slot = slot
         self._wake = wake
@@ -67,7 +67,7 @@ class Waker(threading.Thread):
                 else:
                     self._rest()
             except Exception:
-                # Without this thread a closed gate would stay closed for ever.
+                # If this thread ended, a closed gate would stay closed for ever.
                 _log.exception("the waker goes on after an error")
                 self._stopped.wait(BEAT_S)
 

@@ -96,10 +96,10 @@ async def opened_run(
     from weightsync.encoding.codec import warm_up
     from weightsync.publisher import Publisher
 
-    # Now, since what is measured later shares the core.
+    # Warms up before anything is measured, since it shares the core.
     warm_up()
     clock = MonotonicClock()
-    # What the demo measures is the gateway.
+    # The demo measures the gateway, so there is no fallback.
     async with AsyncRolloutClient(config.gateway_url, config.job, fallback=False) as gateway:
         collector = RolloutCollector(
             gateway,

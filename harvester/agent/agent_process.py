@@ -44,13 +44,13 @@ def notify(message: str) -> None:
 
 
 class AgentProcess:
-    """`reload` reads the configuration anew; it raises ConfigError for a bad one."""
+    """`reload` reads the configuration again; it raises ConfigError for a bad one."""
 
     def __init__(
         self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str
     ) -> None:
         self._written = loaded
-        """The configuration of its own file, without the slots of its `slots_file`."""
+        """The configuration of the agent's file, without the slots of `slots_file`."""
         self._config = loaded.config
         self._reload = reload
         self._slots_file = SlotsWatch(loaded.config.slots_file)

@@ -107,29 +107,29 @@ class MetricsProbe:
     """
 
     def __init__(self, url: str, *, pages: Path) -> None:
-        """`url` is that of the whole metrics page."""
+        """`url`: address of the whole metrics page."""
         self._url = url
         self._narrow: str | None = narrowed(url)
-        """None once the whole page yielded levels that this URL did not."""
+        """None once the whole page gave levels that this URL lacked."""
         self._page = PageDirectory(pages).own_pulse(engine_of(SCRAPED_PULSE), 0)
         self._busy_s = 0.0
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled; its pulse goes then, as no scrape follows."""
+        """Probes until the task is cancelled; then the pulse goes, as no scrape follows."""
         try:
             await _repeat(self.ask, period_s=_SCRAPE_S)
         finally:
             self._page.close(unlink=True)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
-        """One scrape, and its pulse if the levels are known."""
+        """Scrapes once and writes a pulse if the levels are known."""
         levels = await self.scrape(session)
         if levels is not None:
             self._write(levels)
 
     async def scrape(self, session: aiohttp.ClientSession) -> EngineLevels | None:
-        """Read the levels; None if a series is missing or bad. Changes of that are logged."""
+        """Read the levels; None if a series is missing or bad. Logs when this changes."""
         try:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""
@@ -183,7 +183,7 @@ async def _levels(session: aiohttp.ClientSession, url: str) -> EngineLevels | No
 
 class GuestDescription:
     """The guest engine's own description, for the slot's offer. An engine that does not answer is
-    unknown again: the one that comes back may be another."""
+    unknown again: the engine that comes back may be another one."""
 
     def __init__(self, engine_url: Callable[[], str]) -> None:
         """`engine_url`: as configured now, "" where offers name no engine."""
@@ -191,7 +191,7 @@ class GuestDescription:
         self.latest = EngineDescription()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probes until the task is cancelled."""
         await _repeat(self.ask, period_s=_DESCRIPTION_S)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:

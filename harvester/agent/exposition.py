@@ -123,7 +123,7 @@ class SlotExposition:
         self._note_latencies()
 
     def _note_holder(self, tenant: str, lease: SlotLease | None) -> None:
-        """One series per slot, so that jobs of other names leave none behind."""
+        """Keeps one series per slot, so that earlier jobs leave no series behind."""
         job = "" if lease is None else tenant if tenant == _OTHER_TENANT else lease.job
         if (tenant, job) != self._holder:
             if self._holder is not None:
@@ -289,7 +289,7 @@ class SlotExposition:
             return
         before = self._guest
         if before is not None:
-            # After the guest restarted its counters begin anew at 0.
+            # A restarted guest's counters begin at 0.
             self._count("guest_tokens", max(0, guest.tokens_total - before.tokens_total))
             aborted = max(0, guest.aborted_total - before.aborted_total)
             self._count("evictions", aborted, policy.condition.value)
@@ -309,7 +309,7 @@ class SlotExposition:
             self._closing_at_ns = None
 
     def _set_calibrations(self, guest: Guest, pulses: list[Pulse]) -> None:
-        """Production's are those of the pulse whose steps exceed their prediction most often."""
+        """Production's come from the pulse whose steps exceed their prediction most often."""
         guests = {"alone": guest.step_calibration, "beside": guest.beside_calibration}
         for kind, found in guests.items():
             self._set_each("guest_step_percentile_ratio", _percentiles(found), kind)
@@ -382,7 +382,7 @@ class SlotExposition:
     def _set_each(
         self, name: str, values: Mapping[str, float], *labels: str, known: bool = True
     ) -> None:
-        """Set the series of the last label's values; `labels` are those before it."""
+        """Set the series of the last label's values; `labels`: the labels before it."""
         for label, value in values.items():
             self._set(name, value if known else math.nan, *labels, label)
 

@@ -133,7 +133,7 @@ class GuestEngine:
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
 
     def _remove_page(self) -> None:
-        """Remove the page of a killed engine; one that ended by itself has removed it."""
+        """Remove the page of a killed engine; an engine that ended by itself has removed it."""
         assert self._pages is not None
         with contextlib.suppress(ConfigError, Exhausted):
             self._pages.guest_writer().close(unlink=True)

@@ -104,8 +104,8 @@ class GuestProcesses:
         """Why the record of lifted processes cannot be written."""
 
     def know(self, named: tuple[ProcessId, ...]) -> None:
-        """Record the processes that the guest names and that exist here: one that later is missing
-        has ended, and is not merely in another pid namespace."""
+        """Record the processes that the guest names and that exist here: a process that is missing
+        later has ended, and is not merely in another pid namespace."""
         if (known := frozenset(named[:_MOST_NAMED])) != self._named:
             self._named = known
             here = {one for one in known if one.lives()}
@@ -113,7 +113,7 @@ class GuestProcesses:
 
     def spare(self, production: Iterable[ProcessId]) -> None:
         """Exclude production's root processes and their ancestors and descendants from every
-        action. They stay excluded while they live, also while no pulse names them."""
+        action. Processes stay excluded while they live, even if no pulse names them."""
         new = frozenset(production) - self._production
         if new:
             self._production = new.union(one for one in self._production if one.lives())
@@ -342,14 +342,14 @@ def _ended(descriptors: Iterable[int]) -> list[int]:
 
 
 def _moved(pid: int, *, idle: bool) -> Iterator[int]:
-    """Move threads into the idle class or out of it, also those that begin meanwhile; a guest that
-    begins them without end holds nothing up."""
+    """Move threads into the idle class or out of it, also threads that begin meanwhile; a guest
+    that begins threads without end delays nothing."""
     done: set[int] = set()
     for _ in range(_LISTINGS):
         new = set(_threads(pid)) - done
         done |= new
         for thread in new:
-            with suppress(ProcessLookupError):  # It has just ended.
+            with suppress(ProcessLookupError):  # The process has just ended.
                 if (os.sched_getscheduler(thread) == os.SCHED_IDLE) is not idle:
                     policy = os.SCHED_IDLE if idle else os.SCHED_OTHER
                     os.sched_setscheduler(thread, policy, os.sched_param(0))

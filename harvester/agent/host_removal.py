@@ -1,7 +1,7 @@
 """Takes back what agents and guests leave on a host: control groups, ranks, pages, locks, files.
 
-It begins only where no agent and no guest of any slot runs. Objects that are not RoseMux's, or are
-still in use, stay and are named. Audit, journals and states stay unless they are asked for.
+It begins only where no agent and no guest of any slot runs. Objects that are not RoseMux's or are
+still in use stay and are named. Audit, journals and states stay unless requested.
 """
 
 import os
@@ -57,7 +57,7 @@ def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
 
 
 def _earlier_slots(config: AgentConfig) -> list[SlotConfig]:
-    """Slots that left pages or files and are configured no more, such as those of a slots file."""
+    """Slots that left pages or files and are no longer configured, e.g. slots of a slots file."""
     names: set[str] = set()
     for kind in ("journal", "state"):
         names |= {path.name.removesuffix(f".{kind}") for path in config.state_dir.glob(f"*.{kind}")}
@@ -105,7 +105,7 @@ def _as_owner(lock: Path) -> Iterator[None]:
 
 
 def _settle(config: AgentConfig, slot: SlotConfig, done: RemovalReport) -> None:
-    """Processes that an agent lifted and that are alive all the same: where they were."""
+    """Moves processes that an agent lifted and that still live back to where they were."""
     memo = config.file_of(slot, "lifted")
     processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo)
     processes.settle()
@@ -155,7 +155,7 @@ def _remove_root(config: AgentConfig, done: RemovalReport) -> None:
     if not _is_directory(root, done):
         return
     for file in (config.kill_switch, config.stop_path):
-        # One elsewhere is the operator's own.
+        # A file elsewhere is the operator's own.
         if file.parent == root:
             _remove(file, done)
     launch = root / LAUNCH_DIRECTORY
@@ -206,7 +206,7 @@ def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
 
 
 def _remove_directory(path: Path, done: RemovalReport) -> None:
-    """Only an empty one; what is in it is not known to be ours."""
+    """Removes only an empty directory: files in it may not be ours."""
     for stray in sorted(path.iterdir()):
         done.left.setdefault(stray, "not known to be RoseMux's")
     _remove(path, done, how=Path.rmdir)

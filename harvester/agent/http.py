@@ -30,9 +30,9 @@ _MAX_CALLER = 200
 def application(
     node: NodeAgent, *, tokens: TokenFile | None = None, operators: TokenFile | None = None
 ) -> web.Application:
-    """`tokens` judge Authorization headers, None accepts every caller; `operators` are also
-    accepted, and judge those that may stop and resume besides gateways' own orders, None all that
-    are accepted."""
+    """`tokens` judge Authorization headers; None accepts every caller. `operators` are also
+    accepted; only they may stop and resume beyond gateways' own orders; None: every accepted caller
+    may."""
     routes = Routes(node, tokens, operators)
     files = [file for file in (tokens, operators) if file is not None]
 

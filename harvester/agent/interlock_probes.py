@@ -140,7 +140,7 @@ class Probe(Generic[R]):
         self.reading = kind(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probes until the task is cancelled."""
         async with aiohttp.ClientSession() as session:
             while True:
                 await self.ask(session)
@@ -206,7 +206,7 @@ async def _fetched(
 
 
 async def _in_daemon(work: Callable[[], T]) -> T:
-    """As asyncio.to_thread, in a thread that a process which ends does not wait for."""
+    """Like asyncio.to_thread, in a daemon thread: a process that ends does not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

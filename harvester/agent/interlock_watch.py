@@ -56,8 +56,8 @@ class InterlockWatch:
         self.configure(config)
 
     def configure(self, config: AgentConfig) -> None:
-        """Take over the slots. Those that stay keep their locks and accelerators, and one that
-        comes back has its lock of before: what fired goes on until it was quiet."""
+        """Take over the slots. Slots that stay keep their locks and accelerators. A slot that comes
+        back gets its old lock: what fired goes on until it was quiet."""
         before = self._locks
         self._locks = {
             slot.name: before.get(slot.name)
@@ -79,7 +79,7 @@ class InterlockWatch:
         return [probe.run() for probe in found if probe is not None]
 
     def known(self) -> dict[str, bool]:
-        """Whether each configured source says enough for a verdict, as of the last beat."""
+        """Whether each configured source gave enough for a verdict at the last beat."""
         found = {}
         if self._alerts_probe is not None:
             found["alerts"] = not self._alerts_lock.unknown
@@ -119,7 +119,7 @@ class InterlockWatch:
         return self._timed([stop for stop in found if stop is not None])
 
     def _report(self, source: str, faults: set[str], *, now: float) -> None:
-        """Log each new fault of a source, and its end; before the first reading there is none."""
+        """Log each new fault of a source, and its end; nothing before the first reading."""
         text = "; ".join(sorted(faults - {""}))
         if text in (NOT_ASKED_YET, self._reported.get(source, "")):
             return
@@ -128,7 +128,7 @@ class InterlockWatch:
             _log.warning("interlock: %s: %s", source, text or "is answered")
 
     def _timed(self, stops: list[Stop]) -> tuple[Stop, ...]:
-        """With the wall time at which each began, for people."""
+        """The stops with the wall time at which each began, for people."""
         keys = [(stop.slot, stop.by, stop.reason) for stop in stops]
         self._at = {key: self._at.get(key) or wall_time_utc() for key in keys}
         return tuple(

@@ -44,7 +44,7 @@ class LeaseFile:
         self._kept = lease.lease
 
     def follow(self, live: SlotLease | None) -> None:
-        """Drop the record of a lease that is over. Where that fails the epoch still tells."""
+        """Drop the record of an ended lease. If that fails, the epoch still shows the end."""
         over = live is None or live.lease != self._kept or live.ending is not None
         if self._kept is None or not over:
             return

@@ -25,7 +25,7 @@ def _declared(table: str) -> dict[str, tuple[tuple[str, ...], str]]:
     return {name: (tuple(labels.split()), " ".join(text.split())) for name, labels, text in entries}
 
 
-# Names are without the prefix `harvester_`, those of counters without `_total` as well.
+# Names lack the prefix `harvester_`; names of counters also lack `_total`.
 GAUGES = _declared("""\
 build_info{version}: Always 1; the version is a label.
 mode{slot mode}: 1 for the mode in force (off, observe, harvest), 0 for others.

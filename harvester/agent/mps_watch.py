@@ -56,7 +56,7 @@ class MpsWatch:
         self._seen, self._seen_at_s = seen, self._clock.now()
 
     def terminate(self, pids: Iterable[int]) -> bool:
-        """End the GPU work of those that are clients. Returns whether all may now be killed."""
+        """End the GPU work of MPS clients. Returns whether all processes may now be killed."""
         wanted, safe = set(pids), True
         try:
             for server in self._control.servers()[:_MAX_SERVERS]:

@@ -162,7 +162,7 @@ class NodeAgent:
             slot.beat(switch, stops, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
-            with suppress(Exception):  # Its page may be at fault; the grant expires then.
+            with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
                 slot.shut(fault)
             if self._faults.get(slot.name) != fault:
                 _log.exception("slot %s: no grant while this lasts", slot.name)
@@ -191,7 +191,7 @@ class NodeAgent:
 
     def _take(self, request: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
         secret = secrets.token_hex(_SECRET_BYTES)
-        # Asked here too: the slot's state is as of the last beat, and knows no tenant.
+        # Checked here too: the slot's state dates from the last beat and knows no tenant.
         stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
         answer = self.leases.take(
             request, secret=secret, stop="" if stop is None else stop.text, now=now
@@ -251,8 +251,8 @@ class NodeAgent:
 
     def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others.
-        Slots that are gone are closed, and new ones opened: `unopened` has those that are not open
-        yet, `open_more` goes on."""
+        Removed slots are closed and new slots opened: `unopened` has the slots that are not open
+        yet; `open_more` goes on."""
         done = reload(self._config, config)
         self._wanted = done.config
         found = {slot.name: slot for slot in done.config.slots}
@@ -261,7 +261,7 @@ class NodeAgent:
         ]
         policies = [slot.policy_with(done.config.settings_of(found[slot.name])) for slot in kept]
         modes = [slot.policy.settings.mode for slot in kept]
-        # Nothing below raises: all slots are reconfigured, or none.
+        # The calls below raise nothing: all slots are reconfigured, or none.
         self.restart_needed = done.restart_needed
         self.stops.configure(done.config)
         self.interlocks.configure(done.config)
@@ -287,8 +287,8 @@ class NodeAgent:
         return done
 
     def open_more(self) -> None:
-        """Close slots that the configuration has no more, and open those that do not run yet, for
-        about a second."""
+        """Close slots that left the configuration, and open slots that do not run yet, for about a
+        second."""
         began_s, wanted = self.clock.now(), self._wanted
         before, self.unopened = self.unopened, {}
         found = {slot.name: slot for slot in wanted.slots}
@@ -324,12 +324,12 @@ class NodeAgent:
     def _remove(self, slot: Slot) -> None:
         """End lease and grant of a slot that is configured no more, and forget it."""
         if not slot.saved(now=self.clock.now()):
-            # It lends nothing meanwhile; coming back it would not know of a quarantine.
+            # The slot lends nothing meanwhile; without its state a quarantine would be forgotten.
             self.unopened[slot.name] = f"not closed before its state is on disk: {slot.fault}"
             return
         try:
             slot.close(now=self.clock.now(), wait=False)
-        except Exception:  # Its page may be at fault; the grant expires then.
+        except Exception:  # The slot's page may be at fault; the grant then expires.
             _log.exception("slot %s: not closed in good order", slot.name)
         self._count_ended(detail="slot removed")
         self.slots = tuple(each for each in self.slots if each is not slot)

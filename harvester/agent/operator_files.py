@@ -1,6 +1,6 @@
 """Files by which an operator commands the agent: the node's kill switch, a slot's release.
 
-They work without the network and while the agent is down, and need the right to write there.
+These files work without the network and while the agent is down, and need the right to write there.
 """
 
 import logging
@@ -37,7 +37,7 @@ def read_kill_switch(path: Path) -> KillSwitch:
 
 
 def awaits_word(file: int) -> bool:
-    """Whether an empty file is as new as one that `echo hold >` has opened and not yet written."""
+    """Whether an empty file is new enough that `echo hold >` may not have written it yet."""
     status = os.fstat(file)
     return stat.S_ISREG(status.st_mode) and 0.0 <= wall_seconds() - status.st_mtime < 0.1
 
@@ -57,7 +57,7 @@ class ReleaseFile:
         self._path = path
         self._read: tuple[int, int] | None = None
         self._taken: tuple[int, int] | None = None
-        """Inode and time of the one that was obeyed: one that cannot be removed counts once."""
+        """Inode and time of the obeyed file: a file that cannot be removed counts once."""
 
     def read(self) -> str:
         """The operator's reason; "" without a request."""

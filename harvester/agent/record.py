@@ -58,7 +58,7 @@ class SlotRecord:
 
     def resume(self, policy: SlotPolicy, *, now: float) -> ForecastState | None:
         """Restore an earlier agent's state; an unknown one quarantines and spends the budget.
-        Returns what it had learned of seasons, which an unknown state only loses."""
+        Returns the learned seasons; an unknown state has none."""
         try:
             left = self._state.load(now=now)
             if left is not None:

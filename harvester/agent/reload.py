@@ -1,6 +1,6 @@
 """Decides which configuration changes a running agent takes over.
 
-It compares every field. Those listed here take effect in a running slot. A slot of which another
+It compares every field. Fields listed here take effect in a running slot. A slot of which another
 field changed is opened anew, which ends its lease. Any other field of the node, a new one too,
 needs a restart: until then the agent runs on the old value and reports it.
 """

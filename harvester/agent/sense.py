@@ -58,7 +58,7 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` must be present, besides those that are there or announced."""
+        """`pulses` are required, besides pulses that are present or announced."""
         self._memory = memory
         self._mps = mps
         self._directory = directory
@@ -114,7 +114,7 @@ class SlotSensor:
         self._leaving.close()
 
     def _guest_page(self, now_ns: int) -> Reading[Guest]:
-        """The guest's own page, or the one that announces its stop."""
+        """The guest's own page, or the page that announces its stop."""
         guest = self._guest.read(now_ns=now_ns)
         # Hardly a guest announces its stop, and an open that fails costs more than this look.
         if self._leaving.sequence() is None and not os.access(self._leaving.path, os.F_OK):
@@ -135,9 +135,9 @@ class SlotSensor:
         return GuestReading(record=found.record)
 
     def _names(self) -> tuple[str, ...]:
-        """Pulse files present, listed anew when the directory changed and now and then besides:
-        two changes within one tick of the file system's clock look like one. A directory that was
-        removed holds none."""
+        """Pulse files present, listed again when the directory changed, and sometimes besides: two
+        changes within one tick of the file system's clock look like one. A removed directory holds
+        no pulses."""
         try:
             changed_ns = self._directory.path.stat().st_mtime_ns
         except OSError:

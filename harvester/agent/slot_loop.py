@@ -95,7 +95,7 @@ class Slot:
         try:
             self._take_over(config, directory, audit, now)
         except BaseException:
-            # Its lock is free for another try.
+            # Frees the page's lock for another try.
             self._grant_page.close()
             raise
         if self._mps is not None:
@@ -145,7 +145,7 @@ class Slot:
         self._record.save(self.policy, self._forecaster, now=now)
 
     def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
-        """`stops`: every one that is in force on the node."""
+        """`stops`: every order in force on the node."""
         lease = self._leases.live(self.name)
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.
@@ -294,7 +294,7 @@ class Slot:
         lease = self._leases.live(self.name)
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
-        # Each step, whatever becomes of the others; the last one entered comes first.
+        # Each step runs even if another fails; the step entered last runs first.
         with ExitStack() as steps:
             steps.callback(self._record.close)
             steps.callback(self._record.save, self.policy, self._forecaster, now=now, last=True)
@@ -336,7 +336,7 @@ class Slot:
         if lease is None or lease.name != effect.lease:
             return
         self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
-        # At once: an agent that is killed before its next beat has ended the lease all the same.
+        # At once: the lease stays ended even if the agent is killed before its next beat.
         self.lease_file.follow(self._leases.live(self.name))
 
     def _first_line(self) -> Opened:
@@ -374,7 +374,7 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
 
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
-    """Users whose pages are believed. Raises ConfigError if the agent's own user is none."""
+    """Users whose pages are believed. Raises ConfigError if the agent's user is not among them."""
     owners = config.owners_of(slot)
     if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(

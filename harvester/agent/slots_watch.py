@@ -29,14 +29,14 @@ class SlotsWatch:
         return True
 
     def look_again(self) -> None:
-        """Makes the file due: the last reading counts for nothing."""
+        """Makes the file due, whatever was read last."""
         self._seen = _UNSEEN
 
     def taken(self) -> None:
-        """It could be used."""
+        """Records that the file was usable."""
         self.in_force, self._fault = True, ""
 
     def failed(self, fault: str) -> bool:
-        """It could not be used. Returns whether the fault is a new one."""
+        """Records that the file was not usable; returns whether the fault is new."""
         new, self.in_force, self._fault = fault != self._fault, False, fault
         return new

@@ -1,7 +1,7 @@
 """One slot's durable state on disk: a header line, and a line with the state.
 
-A file that is incomplete, or another slot's, says nothing about this slot: the history is then
-unknown, and its reader decides on the consequences.
+An incomplete file or another slot's file does not count: the slot's history is then unknown, and
+the reader decides on the consequences.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ class StateFile:
         whole_file.replace(self.path, msgspec.json.encode(head) + b"\n" + body + b"\n")
 
     def load(self, *, now: float) -> DurableState | None:
-        """The state saved last, in times that compare with `now`; None where nothing ever was.
+        """The last saved state, in times that compare with `now`; None if none was ever saved.
 
-        Raises Corrupt where there is a file that cannot be believed.
+        Raises Corrupt for a file that cannot be believed.
         """
         try:
             with self.path.open("rb") as file:
@@ -73,7 +73,7 @@ class StateFile:
         return moved(state, from_s=head.at_s, to_s=now)
 
     def put_aside(self) -> None:
-        """Keep what could not be believed, for people."""
+        """Keep a file that could not be believed, for people."""
         with contextlib.suppress(OSError):
             self.path.replace(self._refused)
 

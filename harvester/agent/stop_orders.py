@@ -1,7 +1,7 @@
-"""The stops of one node: those that are kept on disk, the stop file's and the configuration's.
+"""The stops of one node: from the table on disk, the stop file and the configuration.
 
-The table is durable: an order is in force at once, and a lifted one is gone only when that is on
-disk. A table that cannot be believed drains the node until an operator resumes it.
+The table is durable: an order is in force at once, and it ends only once its end is on disk. A
+table that cannot be believed drains the node until an operator resumes it.
 """
 
 import logging

@@ -12,7 +12,7 @@ _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "know
 
 
 def agent_tables(offers: SlotOffers) -> Iterator[Table]:
-    """Those that have rows."""
+    """The tables that have rows."""
     slots = _table("slot", "offer", "mode", "state", "lease", "epoch", "idle", "headroom")
     slots.title = f"Node {offers.node}"
     engines = _table("slot", "model", "url", "isolation", "floor")
@@ -82,7 +82,7 @@ def _guards(offers: SlotOffers) -> Table:
 
 
 def _budgets(offers: SlotOffers) -> Table:
-    """The service's error budget as of the last allotment."""
+    """The service's error budget at the last allotment."""
     table = _table(
         "slot", "service", "budget", "spent", "known", "charged", "allotted",
         title="Error budgets, misses of 28 d",

@@ -123,7 +123,7 @@ def _table(events: Iterable[AuditEvent]) -> Table:
 
 
 def row_console() -> Console:
-    """A terminal's width; a pipe has none of its own, and each row of a table is one line there."""
+    """A console with the terminal's width; a pipe has no width, and gets one line for each row."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 

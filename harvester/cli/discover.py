@@ -1,7 +1,7 @@
 """`rosemux discover`: the slots of a node's production engines, for an agent's `slots_file`.
 
-A process of its own: the agent asks neither systemd nor Kubernetes, and when this one fails, the
-slots that it wrote last stay.
+A separate process: the agent asks neither systemd nor Kubernetes, and if discovery fails, the slots
+that it wrote last stay.
 """
 
 import logging
@@ -147,7 +147,7 @@ class SlotsWriter:
     """Faults of the last look."""
 
     def take(self, *, now: float) -> None:
-        """One look, and the file where its slots changed. Faults are logged when they begin."""
+        """Looks once and writes the file if its slots changed. Logs faults when they begin."""
         try:
             found, faults = self.template.slots(self.find())
             text = _text(self.kept.observe(found, now=now)).encode()
@@ -181,7 +181,7 @@ def _written(file: Path) -> dict[str, Fields]:
     try:
         fields = parse_fields(text, file)
         validated(SlotsFile, fields, text, file)
-    except ConfigError as error:  # Such as after an upgrade that knows a field no more.
+    except ConfigError as error:  # For example after an upgrade that dropped a field.
         _log.warning("what was written last is left: %s", error)
         return {}
     return {slot["name"]: slot for slot in fields["slots"]}

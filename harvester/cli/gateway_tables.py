@@ -31,7 +31,7 @@ class GatewayReport(GatewayStatus, frozen=True):
         yield f"Turns: {self.placed_turns} on engines, {self.queued_turns} wait for a place{held}"
 
     def tables(self) -> Iterator[Table]:
-        """Those that have rows."""
+        """The tables that have rows."""
         engines = _table("engine", "kind", "state", "version", "turns", "url")
         for name, each in self.engines.items():
             state = (each.state or "up") if each.up else "down"

@@ -215,7 +215,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:
-    """Watch of the daemon that the guest runs under, not started; None without MPS."""
+    """Watch, not started, of the MPS daemon that the guest runs under; None without MPS."""
     if share is None or planned.isolation.fault_isolated:
         return None
     return MpsWatch(share.control, look_s=1.0)

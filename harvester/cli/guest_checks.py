@@ -25,7 +25,7 @@ class Check:
 
 
 def checks(wanted: GuestConfig, pages: PageDirectory, *, imports: bool) -> tuple[Check, ...]:
-    """`imports` tries vLLM in a process of its own, which takes seconds."""
+    """`imports` tries vLLM in a separate process, which takes seconds."""
     return (
         _checked("vLLM", lambda: _vllm(supported_vllm(), imports=imports)),
         _checked("model", lambda: _model(wanted.model)),
@@ -127,6 +127,6 @@ def _pages(pages: PageDirectory) -> str:
 def _granted(pages: PageDirectory) -> str:
     grant = pages.grant_reader().read()
     if grant.record is None:
-        # A guest starts all the same: the agent may come later, and until then it is closed.
+        # A guest starts anyway: the agent may come later; until then the gate is closed.
         return f"grant {grant.fault}: the guest would wait for `rosemux agent`"
     return f"grant {grant.record.mode} ({grant.record.reason})"

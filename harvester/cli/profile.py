@@ -53,7 +53,7 @@ def profile(
 def _learned(directory: PageDirectory) -> tuple[dict[str, Pulse], ProductionModel] | None:
     """The slot's pulses and the largest of every coefficient; None while any is unlearned.
 
-    Raises ConfigError where there is no pulse at all, or none that may be read.
+    Raises ConfigError without a readable pulse.
     """
     names = directory.pulse_names()
     if not names:

@@ -1,4 +1,4 @@
-"""Tables that fit 80 columns: each row is one line, and where it is narrow names are cut."""
+"""Tables that fit 80 columns: each row is one line, and a narrow table cuts names."""
 
 from collections.abc import Collection
 
@@ -11,8 +11,8 @@ from harvester.cli.audit_command import printable
 def row_table(
     *columns: str, names: Collection[str] = (), numbers: Collection[str] = (), title: str = ""
 ) -> Table:
-    """`names`: columns whose texts are as long as their owner likes; no other one is cut before
-    them. `numbers` stand to the right."""
+    """`names`: columns whose texts may have any length and are cut first. `numbers`: columns
+    aligned to the right."""
     table = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, no_wrap=name not in names)

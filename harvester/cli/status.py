@@ -87,7 +87,7 @@ def _page_table(directories: list[PageDirectory]) -> Table:
 
 
 def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
-    """One row per page, read as its own user; the agent's log names the users it believes."""
+    """One row per page, read as this user; the agent's log names the users it believes."""
     now_ns = monotonic_ns()
     rows = []
     for name in (PageName.GRANT, *directory.pulse_names(), PageName.GUEST):

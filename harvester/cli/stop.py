@@ -76,7 +76,7 @@ def resume(
 def _request(
     order: StopOrder, slot: str, tenant: str, reason: str, *, cluster_order: bool = False
 ) -> StopRequest:
-    # Lifted at one agent, whatever number its gateway gave it.
+    # Lifts the order at one agent, whatever number its gateway gave it.
     number = NUMBER_MAX if cluster_order else 0
     request = StopRequest(
         order=order,

@@ -133,7 +133,7 @@ class AgentsView:
     """Time and tokens of each agent's slot when it was last seen."""
 
     def table(self) -> SlotRows:
-        """Ask all agents at once; one that gives no answer has a line that says why."""
+        """Ask all agents at once; an agent without an answer has a line with the reason."""
         table = SlotRows()
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = list(pool.map(self._ask, self.urls))
@@ -175,7 +175,7 @@ class AgentsView:
         self._counted[url, offer.slot] = now, total
         if before is None or now <= before[0]:
             return ""
-        # A guest that restarted counts anew.
+        # The counter of a restarted guest begins at 0.
         return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
 
 

@@ -70,7 +70,7 @@ class AuditEvent(
     changes: tuple[str, ...] = ()
     """Changed fields of the configuration."""
     omitted: int = 0
-    """Events of this kind since the last one that were left out: too many, or a full disk."""
+    """Number of events of this kind left out since the last: too many, or a full disk."""
 
 
 def audit_files(path: Path) -> list[Path]:

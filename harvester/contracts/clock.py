@@ -30,7 +30,7 @@ def monotonic_ns() -> int:
 
 
 def wall_time_utc() -> str:
-    """ISO 8601 wall time for people; nothing is ever decided by it."""
+    """ISO 8601 wall time for people; no decision uses it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

@@ -61,7 +61,7 @@ class Exhausted(RoseMuxError):  # noqa: N818
 
 
 class Stale(RoseMuxError):  # noqa: N818
-    """An epoch or weight version is older than what is in force; drop the message."""
+    """An epoch or weight version is older than the one in force; drop the message."""
 
 
 class PeerProtocolError(RoseMuxError):
@@ -73,4 +73,4 @@ class Corrupt(RoseMuxError):  # noqa: N818
 
 
 class Unsupported(RoseMuxError):  # noqa: N818
-    """This machine, engine or version cannot do what was asked."""
+    """This machine, engine or version cannot do the requested work."""

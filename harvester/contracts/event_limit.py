@@ -14,7 +14,7 @@ class EventLimit:
     left: float = float("inf")
     at_s: float | None = None
     omitted: int = 0
-    """Events left out since the last one that was admitted."""
+    """Events left out since the last admitted event."""
 
     def admits(self, *, now: float, again: bool = False) -> bool:
         """`again`: for an event that was left out before and counts once."""

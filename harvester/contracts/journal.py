@@ -94,8 +94,7 @@ class JournalWriter:
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
     ) -> None:
-        # As JSON they look like the dictionaries that a reader gets; to make those takes as long as
-        # the rest.
+        # As JSON these equal the dictionaries of a reader, which take as long to make as the rest.
         plain = cast(Any, sample), cast(Any, effects)
         self._append(Decided(t_s=now, config_hash=self._hash, sample=plain[0], effects=plain[1]))
 
@@ -157,7 +156,7 @@ class JournalWriter:
         return self._path.with_name(self._path.name + ".1")
 
     def _open(self) -> FileIO:
-        # Without a buffer: one would keep what a full disk refused, and raise again when closed.
+        # Unbuffered: a buffer would keep bytes that a full disk refused, and raise at its close.
         return open(self._path, "ab", buffering=0, opener=open_private)
 
 
@@ -170,7 +169,7 @@ def is_at(path: Path, file: FileIO) -> bool:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Tenants, jobs and processes are not for every user of the machine, whatever the umask."""
+    """Opens a file for this user alone, whatever the umask: it names tenants and jobs."""
     file = os.open(path, flags, 0o640)
     if os.fstat(file).st_mode & 0o007:
         os.fchmod(file, 0o640)
@@ -208,7 +207,7 @@ def torn_bytes(path: Path) -> int:
 
 
 def read_journal(path: Path) -> Iterator[Line]:
-    """The lines of a file, but for a torn last one. Raises Corrupt, naming a line that is none."""
+    """The lines of a file, without a torn last one. Raises Corrupt, naming the invalid line."""
     with path.open("rb") as file:
         yield from lines_of(file, path.name)
 

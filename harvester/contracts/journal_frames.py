@@ -63,7 +63,7 @@ class LinePacker:
         self._in_frame = self._stream is not None
 
     def refused(self) -> None:
-        """No byte of what was packed last is in the file: lines after it may not refer to it."""
+        """The file refused the bytes packed last: later lines may not refer to them."""
         self._stream = None
 
     def end(self) -> bytes:
@@ -112,8 +112,8 @@ def last_line_of(path: Path) -> LastLine:
 
 
 def _last_line_in(file: BinaryIO, frame: int, ends: list[int], name: str) -> LastLine:
-    """The last line of a frame without its end. A line beyond 128 KiB has several blocks, of which
-    the first ones alone are no line."""
+    """The last line of a frame without its end. A line beyond 128 KiB has several blocks; the first
+    blocks alone are no line."""
     stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
     file.seek(frame)
     at, found = frame, frame
@@ -132,7 +132,7 @@ def packed_lines(file: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
     """The lines of a compressed file as far as its blocks are whole; the last one may be torn, and
     one beyond `max_bytes` is cut there. Raises Corrupt for damaged blocks."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-    # Its stream reader keeps back what a reader's buffer had no room for when the file ends.
+    # zstd's stream reader would keep back bytes without room in the buffer when the file ends.
     stream = decompressor.decompressobj(read_across_frames=True)
     begun: list[bytes] = []
     begun_bytes = 0

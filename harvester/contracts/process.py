@@ -20,7 +20,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time in clock ticks since boot; None if it does not exist or is not visible."""
+    """Start time in clock ticks since boot; None if the process is gone or not visible."""
     return _status(pid, _START_FIELD)
 
 
@@ -46,7 +46,7 @@ def family(pid: int) -> tuple[int, ...]:
         except OSError:
             if parent == pid:
                 raise
-            continue  # It ended after it was listed.
+            continue  # The process ended after it was listed.
         for thread in threads:
             try:
                 children = {int(word) for word in (thread / "children").read_text().split()}

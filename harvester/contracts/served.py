@@ -12,10 +12,10 @@ import msgspec
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Production's requests of some time, and those that missed the SLO."""
+    """Production's requests in a period, and the requests that missed the SLO."""
 
     requests: float = 0.0
-    """All requests; the `granted` and `withheld` counts have those in slices of the proof."""
+    """All requests; the `granted` and `withheld` counts cover slices of the proof."""
     misses: float = 0.0
     """Requests over their SLO beside a guest step."""
     granted: float = 0.0
@@ -24,7 +24,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     granted_beats: float = 0.0
     """Requests that decoded in a beat of the agent, summed over beats."""
     granted_late_beats: float = 0.0
-    """Those with a late token in the beat: each token of a long reply is no request."""
+    """Requests with a late token in a beat, summed over beats; a request counts once per beat."""
     withheld: float = 0.0
     withheld_misses: float = 0.0
     withheld_beats: float = 0.0
@@ -43,8 +43,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excess(self) -> float:
-        """Misses of granted slices beyond what withheld ones show; below 0 where those missed
-        more often. A request's late beat counts as one late request."""
+        """Misses of granted slices beyond the rate of withheld slices; below 0 if withheld slices
+        missed more often. A request's late beat counts as one late request."""
         if not (self.granted and self.withheld):
             return 0.0
         late = 0.0

@@ -20,7 +20,7 @@ _reported: set[str] = set()
 
 
 def guarded(hook: Callable[[], _Result]) -> _Result | None:
-    """The hook's result; None where it failed and vLLM goes on without it."""
+    """The hook's result; None if the hook failed and vLLM goes on without it."""
     try:
         return hook()
     except Exception as error:

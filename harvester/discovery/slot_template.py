@@ -24,17 +24,17 @@ class DiscoveredEngine:
     slot: str
     """Name of its slot, not checked yet."""
     origin: str
-    """Its unit or pod, for people; not empty."""
+    """The engine's unit or pod, for people; not empty."""
     host: str = "127.0.0.1"
     port: str = ""
     """Port of its API; "" where the source does not show one."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """More placeholders of the template, by the engine's own variables or annotations. Those that
-    could lead a URL or a path elsewhere are none."""
+    """More placeholders of the template, by the engine's own variables or annotations. Values that
+    could redirect a URL or a path are ignored."""
 
 
 class SlotTemplate:
-    """A slot's fields, in which `$name`, `$host`, `$port` and an engine's own values are filled."""
+    """The fields of a slot, with places for `$name`, `$host`, `$port` and the engine's values."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """Raises ConfigError for fields that no engine could have."""
@@ -45,12 +45,12 @@ class SlotTemplate:
         try:
             self.slot(example)
         except _UnfilledError:
-            return  # It has values of engines, which are not known here.
+            return  # The template has values of engines, which are not known here.
         except ValueError as error:
             raise ConfigError(f"the template gives no slot: {error}") from error
 
     def slot(self, engine: DiscoveredEngine) -> Fields:
-        """Its slot's fields. Raises ValueError where they are none."""
+        """The fields of the engine's slot. Raises ValueError if they make no valid slot."""
         if not is_name(engine.slot):
             raise ValueError(f"{engine.slot[:80]!r} is no name of a slot")
         port = engine.port if engine.port.isdecimal() and 0 < int(engine.port) < 65536 else ""
@@ -68,8 +68,8 @@ class SlotTemplate:
         return fields
 
     def slots(self, engines: Iterable[DiscoveredEngine]) -> tuple[dict[str, Fields], list[str]]:
-        """Fields of each slot by its name, and why an engine has none. The first counts of two
-        engines with one slot, or with one page directory."""
+        """Fields of each slot by name, and a fault for each engine without one. If two engines
+        claim one slot or page directory, the first gets it."""
         slots: dict[str, Fields] = {}
         origins: dict[str, str] = {}
         faults = []
@@ -120,17 +120,17 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 
 
 class KeptSlots:
-    """Slots that were found, and those that have been missing for less than `forget_s`: an engine
+    """Slots that were found, and slots that have been missing for less than `forget_s`: an engine
     that restarts keeps its slot. While a source gives no answer, nothing is missing."""
 
     def __init__(self, slots: Mapping[str, Fields], *, forget_s: float) -> None:
-        """`slots` are those that were written last."""
+        """`slots`: the slots that were written last."""
         self._slots = dict(slots)
         self._missing_since_s: dict[str, float] = {}
         self._forget_s = forget_s
 
     def observe(self, found: Mapping[str, Fields], *, now: float) -> list[Fields]:
-        """The slots to write, by name; `found` is what a source that answered has."""
+        """The slots to write, by name; `found`: slots of a source that answered."""
         missing = self._slots.keys() - found.keys()
         since = {name: self._missing_since_s.get(name, now) for name in missing}
         self._missing_since_s = {

@@ -21,7 +21,7 @@ _OWN = "ROSEMUX_SLOT_"
 
 
 def checked_patterns(patterns: Sequence[str]) -> Sequence[str]:
-    """Raises ConfigError for what is no name or pattern of units."""
+    """Raises ConfigError for an invalid unit name or pattern."""
     for pattern in patterns:
         if not _PATTERN.fullmatch(pattern):
             raise ConfigError(f"--unit {pattern}: write a unit's name, such as 'vllm@*.service'")
@@ -44,12 +44,12 @@ def found_units(patterns: Sequence[str]) -> list[DiscoveredEngine]:
         raise Exhausted(f"systemctl: {error}") from error
     if done.returncode:
         raise Exhausted(f"systemctl: {done.stderr.strip()[:300] or f'status {done.returncode}'}")
-    # One for a unit that two patterns name.
+    # One engine for a unit that two patterns match.
     return [*{engine.origin: engine for engine in _engines(done.stdout)}.values()]
 
 
 def _engines(shown: str) -> Iterator[DiscoveredEngine]:
-    """Engines of the blocks of `systemctl show`, of which each is one unit."""
+    """Engines from the blocks of `systemctl show`; each block is one unit."""
     for block in shown.split("\n\n"):
         lines = (line.partition("=") for line in block.splitlines())
         unit = {name: value for name, _, value in lines}

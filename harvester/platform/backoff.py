@@ -69,8 +69,8 @@ class Backoff:
         return self._clock.now() >= self._progress_s + self._limits.give_up_s
 
     def wait_s(self, *, retry_after_s: float = 0.0) -> float | None:
-        """Seconds before the next attempt; None if there is none. At least `retry_after_s`, plus
-        jitter.
+        """Seconds before the next attempt; None without a further attempt. At least
+        `retry_after_s`, plus jitter.
         """
         self._attempts += 1
         limits = self._limits
@@ -81,7 +81,7 @@ class Backoff:
         return None if over else wait_s
 
     def pause(self, why: Exception, *, retry_after_s: float = 0.0) -> None:
-        """Sleeps before the next attempt. Raises Exhausted where there is none."""
+        """Sleeps before the next attempt. Raises Exhausted without a further attempt."""
         wait_s = self.wait_s(retry_after_s=retry_after_s)
         if wait_s is None:
             raise self.exhausted(str(why)) from why

@@ -58,7 +58,7 @@ def read_token(path: Path) -> bytes:
 
 
 class TokenFile:
-    """Tokens that a server accepts, as they stand in their file now. Raises ConfigError."""
+    """Tokens that a server accepts, read from their file as it is now. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """HTTP as every RoseMux service speaks it: start and stop, tokens, bodies, errors as replies.
 
-An error reply is `{"error": MESSAGE}`; `STATUSES` are those of every service.
+An error reply is `{"error": MESSAGE}`; `STATUSES` apply to every service.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ IDLE_S: Final = 75.0
 """Longest time of a connection without a whole head of a request, at its beginning and between two
 requests: longer than clients and most proxies keep a connection themselves."""
 COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
-"""Called with the bytes read so far of a body whose length is not known before."""
+"""Called with the number of bytes read so far of a body of unknown length."""
 _BOUNDED_BODY: Final = web.RequestKey("bounded_body", bytes)
 """The body once it was counted or bounded part by part; aiohttp itself keeps the others."""
 _SHOWN_CHARS: Final = 500
 _BACKLOG: Final = 4096
-"""Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
-no room here tries again after 1 s, 2 s, 4 s, ..."""
+"""Connections that wait to be accepted. A synchronous step opens thousands at once; a connection
+without room tries again after 1 s, 2 s, 4 s, ..."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -134,7 +134,7 @@ async def whole_body(request: web.Request, *, most_bytes: int | None = None) -> 
     _check_size(request.content_length or 0, most_bytes)
     try:
         if request.content.is_eof() and COUNT_READ not in request:
-            return await request.read()  # It has come whole, and needs no timer.
+            return await request.read()  # The body has come whole and needs no timer.
         async with asyncio.timeout(BODY_S):
             if _BOUNDED_BODY in request:
                 return request[_BOUNDED_BODY]
@@ -170,8 +170,8 @@ async def decoded_body(
     empty: bytes = b"",
     name: str = "",
 ) -> T:
-    """The JSON body; `empty` stands for one without bytes. Raises PeerProtocolError, which begins
-    with `name`, HTTPRequestTimeout and HTTPRequestEntityTooLarge.
+    """The JSON body; `empty` stands for an empty body. Raises PeerProtocolError, which begins with
+    `name`, HTTPRequestTimeout and HTTPRequestEntityTooLarge.
     """
     body = await whole_body(request, most_bytes=most_bytes)
     _check_size(len(body), most_bytes)

@@ -1,4 +1,4 @@
-"""Control groups for guests: idle as a whole, so below everything else on the machine.
+"""Control groups for guests: idle as a whole, so that all other work on the machine goes first.
 
 A thread of the idle class in production's own group still costs production: the kernel gives it
 its three thousandths in ticks of milliseconds, after which production's threads are out of turn
@@ -99,7 +99,7 @@ class IdleGroups:
         if group is None:
             return False
         for name, weight in _LIFTED.items():
-            # It is no longer idle, and must count as lifted to be settled again.
+            # The group is no longer idle and must count as lifted to be settled again.
             with suppress(OSError):
                 if (group / name).exists():
                     (group / name).write_text(f"{weight}\n")
@@ -110,7 +110,7 @@ class IdleGroups:
         return self._set(pid, idle=True) is not None
 
     def clear(self) -> tuple[Path, ...]:
-        """Remove empty guest groups; returns those that are gone."""
+        """Remove empty guest groups; returns the removed ones."""
         gone = []
         for group in self.all():
             with suppress(OSError):
@@ -119,7 +119,7 @@ class IdleGroups:
         return tuple(gone)
 
     def all(self) -> tuple[Path, ...]:
-        """Guest groups, and those that a killed probe left."""
+        """Guest groups, and groups that a killed probe left."""
         roots = {root.resolve() for root in hierarchies(self._cgroups)}
         found = (root.glob(f"{name}*") for root in roots for name in (self._prefix, _PROBE))
         return tuple(sorted(group for groups in found for group in groups))

@@ -90,7 +90,7 @@ class KvSegment:
             os.close(opened)
 
     def remove(self) -> bool:
-        """Remove the segment of an engine that has ended; False if there is none. Raises
+        """Remove the segment of an engine that has ended; False without a segment. Raises
         Unsupported, and removes nothing, if the file has another layout or an owner who is not
         trusted."""
         try:

@@ -1,4 +1,4 @@
-"""An event loop on a daemon thread of its own, for callers that have none."""
+"""An event loop on its own daemon thread, for callers without a loop."""
 
 import asyncio
 import threading

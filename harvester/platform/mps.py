@@ -32,7 +32,7 @@ class ServerStatus(StrEnum):
     INITIALIZING = "INITIALIZING"
     ACTIVE = "ACTIVE"
     FAULT = "FAULT"
-    """A client's fault took the server: every client of it, production too, must start anew."""
+    """A client's fault ended the server: every client, production included, must restart."""
     UNKNOWN = "unknown"
 
 

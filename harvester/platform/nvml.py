@@ -72,8 +72,8 @@ class Nvml:
         return events
 
     def _take_events(self) -> None:
-        """All that are due; NVML raises a time-out where there is none. After any other fault no
-        GPU is known to have no error."""
+        """Takes all due events; NVML raises a time-out without one. After any other fault every
+        GPU's error state is unknown."""
         try:
             for _ in range(_EVENTS_MAX):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 1)

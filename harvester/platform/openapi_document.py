@@ -51,9 +51,9 @@ class ErrorReply(msgspec.Struct, frozen=True):
 class Operation:
     summary: str
     takes: Any = None
-    """Type of the JSON body; None: there is none, or it is not read."""
+    """Type of the JSON body; None: no body, or it is not read."""
     answers: Any = dict[str, Any]
-    """None: it is always refused."""
+    """Type of the reply; None: the call is always refused."""
     kinds: tuple[str, ...] = (JSON,)
     """Content types of the answer; none: it has no body."""
     query: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Operation:
     """Statuses beside 200 that are this route's own; others come with a body, a name in the path
     and the service."""
     fails: tuple[str, ...] = (JSON,)
-    """Content types of its own refusals."""
+    """Content types of the route's own refusals."""
     repeats: Any = ErrorReply
     """Type of a 408: an ErrorReply, unless it is an answer to a call that is to be repeated."""
 

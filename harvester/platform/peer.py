@@ -35,9 +35,9 @@ class Peer:
     def request(
         self, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any
     ) -> _Reply:
-        """As aiohttp's. A redirection is returned, not followed: it could lead anywhere."""
+        """Like aiohttp's. Returns a redirection and does not follow it: it could lead anywhere."""
         sent = (headers or {}) | self._credentials.headers()
-        # True: the system's certificates. It is of no account for plain HTTP.
+        # True: the system's certificates. Plain HTTP ignores it.
         tls = self._credentials.tls() if self._credentials.has_tls_files else True
         return self._session.request(
             method, self.url + path, headers=sent, ssl=tls, allow_redirects=False, **options

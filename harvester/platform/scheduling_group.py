@@ -36,7 +36,7 @@ def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[
             memberships = (proc / str(pid) / "task" / str(thread) / "cgroup").read_text()
             idle_class = os.sched_getscheduler(thread) == os.SCHED_IDLE
         except (FileNotFoundError, ProcessLookupError):
-            continue  # It ended after it was listed.
+            continue  # The thread ended after it was listed.
         own = _with_weight(memberships, cgroups)
         found.add(Rank(own if own != "/" else session or own, idle_class))
     if not found:
@@ -116,7 +116,7 @@ def is_below(guest: Rank, production: Rank, *, cgroups: Path = CGROUPS) -> bool:
 
 
 def hierarchies(cgroups: Path = CGROUPS) -> tuple[Path, ...]:
-    """Possible mount points of a cpu controller: the unified hierarchy, or one of its own."""
+    """Possible mount points of a cpu controller: the unified hierarchy, or a separate one."""
     return (cgroups, cgroups / "cpu", cgroups / "cpu,cpuacct")
 
 

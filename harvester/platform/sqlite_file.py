@@ -20,8 +20,8 @@ def open_database(
 
     `threads`: used by several threads, by one of them at a time.
 
-    `schema` creates what is missing. `lock_s` is how long to wait for another process's lock.
-    Raises ConfigError if the file is locked, no database or of another version.
+    `schema` creates missing tables. `lock_s`: longest wait for another process's lock. Raises
+    ConfigError if the file is locked, no database or of another version.
     """
     where = ":memory:" if path is None else str(path)
     try:

@@ -57,8 +57,8 @@ class Tenants:
         return found if scheme.lower() == "bearer" else None
 
     def caller(self, authorization: str, *, observes: bool = False) -> TenantId | None:
-        """The tenant; None: the operator, the observer where it `observes`, and everyone where
-        there are no tokens. Raises HTTPUnauthorized and HTTPForbidden."""
+        """The tenant; None: the operator, the observer if the call `observes`, and everyone without
+        tokens. Raises HTTPUnauthorized and HTTPForbidden."""
         if self.open_to_all:
             return None
         tenant = self.tenant_of(authorization)
@@ -97,7 +97,7 @@ def tenant_required(
 
 def _read(path: Path) -> tuple[Tokens, Stores]:
     check_token_file(path, open_to=stat.S_IRGRP | stat.S_IROTH)
-    # Errors of this reader show no line of the file: tokens stand there.
+    # Errors of this reader show no line of the file, which holds tokens.
     given = parse_fields(read_text(path), path)
     if not given:
         raise ConfigError(f"token file {path}: write one 'tenant: token' per line")

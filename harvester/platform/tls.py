@@ -129,7 +129,7 @@ class Credentials(FrozenSettings):
         )
 
     def headers_for(self, *urls: str) -> dict[str, str]:
-        """As `headers`. Raises ConfigError where one of the URLs would expose the token."""
+        """Like `headers`. Raises ConfigError if one of the URLs would expose the token."""
         if why := next(filter(None, map(self.exposed_at, urls)), ""):
             raise ConfigError(why)
         return self.headers()

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, at whatever byte a kill or a power cut falls."""
+"""Files that exist whole or not at all, at whatever byte a kill or a power cut falls."""
 
 import os
 import tempfile
@@ -41,13 +41,13 @@ def sync_directory(path: Path) -> None:
 
 
 def make_writable(path: Path) -> None:
-    """Make the folder of a file that a command leaves for people, before its work. Raises
-    ConfigError where a file could not be written there.
+    """Make the folder of a command's output file before the command's work. Raises ConfigError
+    where a file could not be written there.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            # What stands there stays until there is something to put in its place.
+            # The file keeps its content until there is new content to replace it.
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()

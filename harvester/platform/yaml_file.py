@@ -32,7 +32,7 @@ class FrozenSettings(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 booleans: `mode: off` says off and not false. A key stands once in its mapping."""
+    """YAML 1.2 booleans: `mode: off` means "off", not false. A key appears once in its mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -59,7 +59,7 @@ def parse_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        # What looks like a date or a number need not be one: 2024-13-45, 0x_, !!bool maybe.
+        # A text like a date or a number may be an invalid one: 2024-13-45, 0x_, !!bool maybe.
         raise yaml.YAMLError(str(error)) from error
     except RecursionError as error:
         raise yaml.YAMLError("nested too deeply") from error
@@ -121,7 +121,7 @@ def validated(model: type[M], values: Mapping[str, Any], text: str, path: Path |
 
 
 def _follows(problem: ErrorDetails) -> bool:
-    """Whether it only says that items of a list, which have faults of their own, do not count."""
+    """Whether the problem only follows from faults of a list's items."""
     least = problem.get("ctx", {}).get("min_length", 0)
     return problem["type"] == "too_short" and len(problem["input"]) >= least
 
@@ -133,16 +133,16 @@ def _mistake(problem: ErrorDetails, model: type[BaseModel], text: str, path: Pat
     elif problem.get("ctx", {}).get("pattern") == NAME_PATTERN:
         message = NAME_RULE
     mistake = named(where, message, text, path)
-    # What is missing at the top has no line; it belongs into the file all the same.
+    # A field that is missing at the top level has no line, so the message names the file.
     at_top = problem["type"] == "missing" and path is not None and len(where) == 1
     return f"{path}: {mistake}" if at_top else mistake
 
 
 def _fields_at(model: type[BaseModel], where: Where) -> set[str]:
-    """Names of the fields that may stand there."""
+    """Names of the fields allowed at `where`."""
     fields: dict[str, Any] = dict(_fields_of(model))
     for step in where:
-        if step in fields:  # Else it is an item's number, a key, or the kind of a union.
+        if step in fields:  # Other steps are an item's number, a key, or the kind of a union.
             fields = dict(_fields_of(fields[str(step)]))
     return {*fields}
 
@@ -170,7 +170,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _line_of(text: str, where: Where) -> int | None:
-    """The line of the deepest part of `where` that stands in the file; None if none does."""
+    """The line of the deepest part of `where` that the file has; None without one."""
     node = _composed(text)
     line: int | None = None
     for step in where:

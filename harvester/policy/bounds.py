@@ -149,8 +149,8 @@ ITL_EDGES_S = (
 )
 """vLLM's, unless it was started with `--custom-histogram-buckets`."""
 
-# Above these an SLO was probably meant in milliseconds: no service allows so long for a first
-# token, or between two.
+# An SLO above these bounds was probably meant in milliseconds: no service allows this long for a
+# first token, or between two.
 TTFT_PLAUSIBLE_S = 30.0
 ITL_PLAUSIBLE_S = 2.0
 

@@ -1,12 +1,12 @@
 """The part of production's error budget that harvesting may spend, and when it must stop.
 
-The proof's withheld slices show what production misses by itself, hour by hour: what is surely more
-than that is charged to harvesting. Without a proof every miss beside a guest step is. The allowance
-is `share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants none, so an
-unknown history counts as spent. A slot whose scheduler keeps the budget of its service has an
-allotment in the place of the allowance, in force while its lease is. Harvesting also stops at half
-of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5 m, 6
-over 6 h and 30 m).
+The proof's withheld slices show what production misses by itself, hour by hour: misses that surely
+exceed these are charged to harvesting. Without a proof every miss beside a guest step is. The
+allowance is `share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants
+none, so an unknown history counts as spent. A slot whose scheduler keeps the budget of its service
+has an allotment in the place of the allowance, in force while its lease is. Harvesting also stops
+at half of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5
+m, 6 over 6 h and 30 m).
 """
 
 import math
@@ -143,7 +143,7 @@ class BudgetState(msgspec.Struct, kw_only=True):
     guard: str = ""
     """The guard that stopped harvesting: `error_budget` or a burn's."""
     allotment: Allotment | None = None
-    """Taken last; None while no scheduler keeps the service's budget."""
+    """The allotment taken last; None while no scheduler keeps the service's budget."""
     limit: float | None = None
     """Charged misses that the allotment of the lease in force allows; None without a lease."""
     unknown_at_s: float | None = None
@@ -176,8 +176,8 @@ class ErrorBudget:
 
     @property
     def limit(self) -> float | None:
-        """Charged misses above which harvesting stops; None if nothing can be spent: a scheduler
-        keeps the service's budget, and there is no lease."""
+        """Charged misses above which harvesting stops; None without a lease while a scheduler keeps
+        the service's budget: nothing can be spent."""
         return self.allowance if self.state.allotment is None else self.state.limit
 
     @property
@@ -253,7 +253,7 @@ class ErrorBudget:
             state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
             ring.add(served, now=now)
-        # Without a new miss only the passing of time can change the verdict, minute by minute.
+        # Without a new miss only time can change the verdict, minute by minute.
         missed = served.misses + served.granted_misses + served.granted_late_beats
         changed = self._follow(allotment, leased=leased)
         if changed or missed > 0 or state.judged_minute != state.minutes.head:
@@ -293,15 +293,15 @@ class ErrorBudget:
 
     @property
     def charge(self) -> tuple[float, float]:
-        """Misses charged to harvesting, and those that stop it if they are more: of the service
-        that has overspent, else of the slot."""
+        """Misses charged to harvesting, and the limit above which they stop it: both of the service
+        if it has overspent, else of the slot."""
         state, least = self.state, float(self._settings.minimum_misses)
         if self.limit is None:
             return self.spent, self.spent
         if state.allotment is not None:
             service = state.allotment.spent, state.allotment.budget
-            # Whatever a caller allots, a slot spends no more than the whole error budget of its own
-            # requests. The scheduler counts the allotment: requests yet to come lift this.
+            # A slot spends no more than the whole error budget of its own requests, whatever a
+            # caller allots. The scheduler counts the allotment; future requests raise this bound.
             own = (1 - self._settings.slo_target_ratio) * self._whole()[0]
             return (
                 service

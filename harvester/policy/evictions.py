@@ -1,7 +1,7 @@
 """Evictions of the last hour on one slot, and whether there are too many to lend on.
 
 A slot whose guest is evicted again and again earns little and costs production each time. It is
-held until fewer evictions are in the last hour. Counts are those of the guest's page.
+held until fewer evictions are in the last hour. Counts come from the guest's page.
 """
 
 import msgspec
@@ -24,7 +24,7 @@ class EvictionWindow:
         self.state = EvictionState() if state is None else state
 
     def observe(self, total: int | None, *, now: float) -> None:
-        """`total`: the guest's count; None if it is not known. A smaller one is a new guest's."""
+        """`total`: the guest's count; None if unknown. A smaller count belongs to a new guest."""
         state = self.state
         state.bins = [each for each in state.bins if now - each[0] < _HOUR_S]
         if total is None:

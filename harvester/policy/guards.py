@@ -143,9 +143,9 @@ class Guards:
         )
 
     def _served(self, production: ProductionView, *, misses: float, now: float) -> Served:
-        """The beat's first tokens, each by the slice of the proof in which its request arrived, and
-        the requests that decode, by that of the longest time between their tokens. `misses` are
-        those beside a guest step."""
+        """The beat's first tokens, each by the proof's slice in which its request arrived, and
+        decoding requests, by the slice of the longest time between their tokens. `misses`: misses
+        beside a guest step."""
         settings, ttft, itl = self._settings, production.ttft, production.itl
         if not ttft.seen_s and not itl.seen_s:
             return Served(requests=ttft.total, misses=misses)

@@ -59,7 +59,7 @@ class GuestWatch:
         gain = min(1.0, self._settings.beat_s / _LAW_WINDOW_S)
         state.law_ratio += gain * (state.law_binds - state.law_ratio)
         if guest is None or (guest.leaving and state.stopped):
-            # A stopping guest's last record stands still, possibly in the middle of a step.
+            # A stopping guest's last record no longer changes, possibly in the middle of a step.
             return
         state.stopped = guest.leaving
         state.seen_at_s = now

@@ -24,7 +24,7 @@ _STAKE_AT_START, _STAKE_ANY_TIME, _STAKE_AT_RISES = 0.1, 0.3, 0.3
 """Shares of the stakes: at the first grant; spread over a horizon; kept for rises of latency, at
 the first grant and as much again spread over a horizon."""
 _STAKE_AT_RISE = 0.05
-"""Share of what is left for rises."""
+"""Share of the remaining stake that is bet at a rise."""
 _LONGEST_ODDS = 4.0
 """Natural logarithm: no slice moves the odds by more."""
 _LEAST_WEALTH = 1e-30

@@ -6,9 +6,9 @@
     forecast   the experts' quantiles, mixed and calibrated (`expert_mixture`)
 
 It learns from the slot's own history alone, each outcome once its window has passed. Time that was
-not observed is no idleness: a window with a gap teaches nothing, and for want of recent readings
-there is no forecast. Memory is bounded, and a beat costs the same whatever was seen. Promises
-nothing, and reads no clock.
+not observed is no idleness: a window with a gap teaches nothing, and without recent readings there
+is no forecast. Memory is bounded, and a beat costs the same whatever was seen. Promises nothing,
+and reads no clock.
 """
 
 from collections import deque
@@ -23,8 +23,8 @@ from harvester.policy.expert_mixture import ExpertMixture
 from harvester.policy.residuals import Residuals
 
 HORIZONS_S = (10.0, 30.0, 120.0)
-"""A lease's duration, a turn, and a trajectory of some turns. A longer one could not be held to
-what it says: an hour of history has 30 times two minutes, and 12 times five."""
+"""A lease's duration, a turn, and a trajectory of some turns. A longer horizon could not be
+calibrated: an hour of history has 30 times two minutes, and 12 times five."""
 
 _READING_S = 1.0
 _BEATS_APART_S = 5.0
@@ -59,7 +59,7 @@ class SeasonProfile(msgspec.Struct, kw_only=True):
 
 
 class ForecastState(msgspec.Struct, kw_only=True):
-    """The part that takes days to learn and so outlives the agent; the rest is learned anew in
+    """The part that takes days to learn and so outlives the agent; the rest is relearned in
     minutes."""
 
     profiles: list[list[SeasonProfile]] = []
@@ -170,7 +170,7 @@ class IdleForecaster:
         self._reading_at_s = self._reading_known_s = self._reading_idle_s = 0.0
 
     def state(self) -> ForecastState:
-        """A copy of what outlives the agent, to four digits."""
+        """A copy of the part that outlives the agent, to four digits."""
         return ForecastState(
             profiles=[
                 [
@@ -198,7 +198,7 @@ class IdleForecaster:
             self._read(now, wall_s)
 
     def forecasts(self, *, wall_s: float) -> tuple[IdleForecast, ...]:
-        """The horizons' forecasts as of the last reading; none while nothing is known."""
+        """The horizons' forecasts at the last reading; () while unknown."""
         means = self._means()
         if means is None:
             return ()

@@ -123,7 +123,7 @@ class Interlock:
     def __init__(
         self, by: str, *, order: StopOrder, stale_s: float, quiet_s: float, slot: str = ""
     ) -> None:
-        """A reading older than `stale_s` is none."""
+        """A reading older than `stale_s` does not count."""
         self._by = by
         self._order = order
         self._stale_s = stale_s

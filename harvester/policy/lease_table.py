@@ -98,8 +98,8 @@ class LeaseTable:
             self._news.append((recorded, EndReason.EXPIRED))
 
     def remove_slot(self, slot: SlotId) -> None:
-        """Forget a slot, if there is one, whose lease has ended, but for its numbers: a slot that
-        comes back goes on from them, whatever became of its pages."""
+        """Forget a slot, if present, whose lease has ended, except its numbers: a slot that comes
+        back continues them, even if its pages are lost."""
         self._news = [(lease, reason) for lease, reason in self._news if lease.slot != slot]
         if (entry := self._slots.pop(slot, None)) is not None:
             self._left[slot] = entry.epoch, entry.number

@@ -84,8 +84,8 @@ class MissWindow:
         own_misses: float = 0.0,
         now: float,
     ) -> bool:
-        """Fold new counts in, `own_...` from withheld slices; True is a breach, after which
-        counting begins anew."""
+        """Fold new counts in, `own_...` from withheld slices; True means a breach, after which
+        counting restarts."""
         state, elapsed_s = self.state, _elapsed(self.state.at_s, now)
         kept = math.exp(-elapsed_s / _OWN_MEMORY_S)
         state.own_samples = state.own_samples * kept + own_samples

@@ -62,12 +62,12 @@ class ProductionView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     model: ProductionModel = ProductionModel()
     ttft: Latencies = NO_LATENCIES
-    """With the waits above the SLO that ended without a first token."""
+    """First-token latencies, with waits above the SLO that ended without a token."""
     unanswered: float = 0.0
     """Requests that ended without a first token before their SLO: no evidence."""
     itl: Latencies = NO_LATENCIES
     itl_late: Latencies = NO_LATENCIES
-    """Those above the SLO, each of another request or step."""
+    """Inter-token latencies above the SLO, each of another request or step."""
     own_models: bool = False
     """Whether each engine is judged by its own pulses' model, because the engines differ."""
     decoding: int = 0
@@ -155,7 +155,7 @@ class ProductionWatch:
         )
 
     def _late_tokens(self, went_on: Mapping[str, tuple[PulseMemory, Pulse]]) -> Latencies:
-        """As the pulses count them by this SLO; by their samples where they do not."""
+        """Late tokens as the pulses count them for this SLO, else from the pulses' samples."""
         slo_s = self._settings.itl_slo_s
         counted = {name: pair for name, pair in went_on.items() if pair[1].itl_slo_s == slo_s}
         sampled = {name: pair for name, pair in went_on.items() if name not in counted}
@@ -193,8 +193,8 @@ class ProductionWatch:
         return reduce(ProductionModel.upper, models or [ProductionModel()])
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
-        """Whether a profile applies: its shapes cover all known shapes of the pulses. None makes a
-        scrape enough to lend on."""
+        """Whether a profile applies: its shapes cover all known shapes of the pulses. No profile
+        makes a scrape enough to lend on."""
         given = self._settings.profile
         if SCRAPED_PULSE in pulses or not given.given:
             return False
@@ -242,7 +242,7 @@ class ProductionWatch:
         return busy, unseen, stuck if stuck_s > patience_s else ""
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
-        """Whether middleware, cores or steps show work; an open WebSocket alone is none."""
+        """Whether middleware, cores or steps show work; an open WebSocket alone is no work."""
         pulses = tuple(members.values())
         if any(pulse.in_flight > pulse.sockets for pulse in pulses):
             return True

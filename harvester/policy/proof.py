@@ -76,7 +76,7 @@ class SliceSamples(msgspec.Struct, kw_only=True):
     """Latencies of one kind in one slice."""
 
     p99_s: float = 0.0
-    """The P99 from before the slice; 0 while there is none."""
+    """The P99 before the slice; 0 while unknown."""
     n: int = 0
     x: float = 0.0
     above_p99: int = 0
@@ -138,7 +138,7 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
     slo: TailTest = msgspec.field(default_factory=TailTest)
 
     def p99_s(self, *, allowed: float) -> float:
-        """The P99 that would be without harm, if what is allowed happens; 0 while there is none."""
+        """The P99 without harm if the allowed harm happens; 0 while unknown."""
         return _p99(self.recent_s) / allowed if len(self.recent_s) >= _TAIL_LEAST else 0.0
 
     def add(self, done: Slice, samples: SliceSamples, *, allowed: float) -> None:
@@ -305,7 +305,7 @@ class Proof:
             if self.evidence >= self.evidence_limit:
                 state.stopped_at_s = now
         elif now - state.stopped_at_s >= self._settings.hold_s:
-            # The evidence that caused the stop is spent: harvesting must prove itself anew.
+            # The evidence that caused the stop is spent: harvesting needs a new proof.
             self.state = ProofState()
 
     def _wealths(self) -> tuple[BetWealth, ...]:

@@ -1,8 +1,8 @@
 """How far outcomes were above an expected level, as quantiles: for any level, and near this one.
 
-Residuals near a level of 0 or 1 lie on one side, those of a level that bursts are spread wide; so
-each is kept in the window of all and in that of the nearest knot, and both are asked. Memory is
-bounded; the oldest residuals go first.
+Residuals near a level of 0 or 1 lie on one side; residuals of a level that bursts are spread wide.
+So each is kept in the window of all and in the window of the nearest knot, and both count. Memory
+is bounded; the oldest residuals go first.
 """
 
 from array import array
@@ -22,7 +22,7 @@ _PRIOR = 16.0
 """Weight of the residuals of all levels beside those near one, as a number of residuals: a knot
 counts as much as all others once it has 16, and four times as much when it is full."""
 _UNKNOWN = tuple(0.8 * (quantile - 0.5) for quantile in QUANTILES)
-"""Without a residual: wide, though not the whole range."""
+"""Quantiles without a residual: wide, though not the whole range."""
 
 
 class ResidualWindow:

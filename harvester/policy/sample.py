@@ -11,7 +11,7 @@ from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.stops import Stop
 
 MAX_PULSES = 32
-"""Their names fit into the grant page."""
+"""Largest number of pulses: their names fit into the grant page."""
 FOREIGN_PULSE = "pulse.foreign.0"
 """Stands for pulses that are too many to be believed."""
 SCRAPED_PULSE = "pulse.metrics.0"
@@ -29,7 +29,7 @@ class KillSwitch(StrEnum):
 
 
 class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
-    """An expected pulse: its record, or the fault that stands in its place."""
+    """An expected pulse: its record, or the fault in its place."""
 
     name: str
     record: Pulse | None = None
@@ -49,7 +49,7 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: Epoch
     lease: str | None = None
-    """Name of the lease. Its id is the holder's secret and is never journaled."""
+    """Name of the lease. The lease's id is the holder's secret and is never journaled."""
     ending: bool = False
     tenant: str = ""
     job: str = ""
@@ -113,14 +113,14 @@ class ActionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     action: GuestAction
     processes: tuple[ProcessId, ...] = ()
-    """Processes that it was applied to; for a kill, those that have ended."""
+    """Processes that the effect was applied to; for a kill, the processes that have ended."""
     fault: str = ""
     """Why it failed, wholly or for some processes."""
 
 
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
-    """One for each expected name, in the order of names. An empty tuple is itself a fault."""
+    """One reading for each expected name, in order of names. An empty tuple is a fault."""
     guest: GuestReading
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE

@@ -177,7 +177,7 @@ class SlotSettings:
     law: Law = Law.SLACK
     """`rose` and `saturation` are other projects' rules, for comparison with RoseMux's."""
     ungated: bool = False
-    """Grant without any law, to measure what a law is worth. Never in production."""
+    """Grant without any law, to measure the value of a law. Never in production."""
     step_tokens_max: int = 2048
     kv_budget_tokens: int = 0
     """0 keeps the guest engine's own size."""
@@ -195,7 +195,7 @@ class SlotSettings:
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     """Used until the model is learned, so that a slot can open at once."""
     hung_steps: float = 8.0
-    """Requests in flight and no step for so many predicted steps is a hung engine ..."""
+    """An engine with requests in flight and no step for this many predicted steps is hung ..."""
     hung_min_s: float = 2.0
     """... but never less than this, because a predicted step may be a millisecond."""
     cooldown_s: float = 2.0

@@ -180,8 +180,8 @@ class SlotPolicy:
 
     @property
     def accounted(self) -> tuple[float, float, float]:
-        """Production requests, those of them that missed the SLO beside a guest step, and others
-        that ended before their SLO without a first token."""
+        """Numbers of production's requests, of those that missed the SLO beside a guest step, and
+        of others that ended before their SLO without a first token."""
         memory = self._memory
         return memory.served.requests, memory.served.misses, memory.unanswered
 
@@ -299,7 +299,7 @@ class SlotPolicy:
     def _condition(
         self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
     ) -> tuple[Condition, str]:
-        """The most severe condition; the order is that of `Condition`."""
+        """The most severe condition, in the order of `Condition`."""
         memory, settings = self._memory, self.settings
         if settings.mode is Mode.OFF:
             return Condition.KILLED, "mode off"
@@ -353,7 +353,7 @@ class SlotPolicy:
         if sample.kill_switch is KillSwitch.DRAIN:
             return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
         if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
-            # Also where the kill file's weaker word keeps the lease.
+            # Applies even if the kill file's weaker order would keep the lease.
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         if self.settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)

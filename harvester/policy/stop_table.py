@@ -14,7 +14,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.wire.stops import NUMBER_MAX, Stop, StopSource
 
 STOPS_MAX = 256
-"""Orders for tenants that are kept, as those are named from outside. One for a slot or the node is
+"""Bound on orders for tenants, whose names come from outside. An order for a slot or the node is
 never refused."""
 
 _Key = tuple[StopSource, str, str]
@@ -34,7 +34,7 @@ class StopTable:
         """The order in force after it. Raises Exhausted where there are too many."""
         lifted = self._lifted.get(stop.tenant, -1)
         if stop.source is StopSource.CLUSTER and stop.number <= lifted:
-            # Of a gateway that does not know of another's end: repeated, that must not lift it.
+            # The gateway missed another's end: with a higher number, its repeat lifts nothing.
             stop = msgspec.structs.replace(stop, number=min(lifted + 1, NUMBER_MAX))
         known = self._stops.get(_key(stop))
         if known is not None and known.order.strength >= stop.order.strength:
@@ -51,12 +51,12 @@ class StopTable:
     def lift(
         self, source: StopSource, *, slot: str = "", tenant: str = "", number: int = 0
     ) -> Stop | None:
-        """The order that stays: a cluster's that is later than `number`; None where none does."""
+        """The order that stays, a cluster's later than `number`; None if the order was lifted."""
         known = self._stops.get((source, slot, tenant))
         if known is not None and source is StopSource.CLUSTER and known.number > number:
             return known
         if self._stops.pop((source, slot, tenant), None) and source is StopSource.CLUSTER:
-            # An operator at this agent lifts whatever is there: no number may follow that one.
+            # An operator at this agent lifts any order: no number may follow NUMBER_MAX.
             end = known.number if known is not None and number == NUMBER_MAX else number
             self._lifted.pop(tenant, None)
             self._lifted[tenant] = end
@@ -68,7 +68,7 @@ class StopTable:
 def binding(stops: Sequence[Stop], *, slot: str, tenant: str = "") -> Stop | None:
     """The strongest of the orders that reach this slot and, under a lease, its tenant."""
     reached = [stop for stop in stops if stop.slot in ("", slot) and stop.tenant in ("", tenant)]
-    # Of equally strong ones the widest, as that is what a resume must lift.
+    # Among equally strong orders the widest wins: a resume must lift that one.
     return max(
         reached,
         key=lambda stop: (stop.order.strength, stop.slot == "", stop.tenant == ""),

@@ -63,11 +63,11 @@ class ProxySettings:
     control: Accepts | None = field(default=None, repr=False)
     """Judges Authorization headers of callers with all roles."""
     data: Accepts | None = field(default=None, repr=False)
-    """The same, of callers for data alone."""
+    """Judges Authorization headers of callers with the data role."""
     max_body_bytes: int = 64 << 20
     max_requests: int = 1024
-    """Turns and texts at once; a further one is answered with 503. As many calls of workers by each
-    role are let through beside them."""
+    """Turns and texts at once; a further one is answered with 503. Each role may make as many calls
+    to workers besides."""
 
     def __post_init__(self) -> None:
         engine = urlsplit(self.engine)
@@ -86,7 +86,7 @@ class ProxySettings:
             )
 
     def role_of(self, authorization: str) -> CallerRole | None:
-        """Without any token, callers are known by their certificate or are on this machine."""
+        """The caller's role; without tokens, callers have a certificate or are on this machine."""
         if self.control is None and self.data is None:
             return CallerRole.CONTROL
         if self.control is not None and self.control(authorization):
@@ -117,7 +117,7 @@ class EngineProxy:
         worker = request.path == WORKER_CALLS
         control = route.role is CallerRole.CONTROL or worker
         # Health, descriptions and weights are let through whatever is open: without them the engine
-        # would look down. Calls of workers by data's role therefore fill no room of control's.
+        # would look down. Calls to workers by the data role therefore use none of control's room.
         room = f"workers for {role}" if worker else "turns"
         counted = route.role is CallerRole.DATA and request.method == hdrs.METH_POST
         if counted and self._open[room] >= self._settings.max_requests:
@@ -137,7 +137,7 @@ class EngineProxy:
     async def _pass_on(
         self, request: web.Request, body: bytes, *, once: bool
     ) -> web.StreamResponse:
-        """`once`: over a connection of its own, because vLLM drops one after an error."""
+        """`once`: over a separate connection, because vLLM drops a connection after an error."""
         _end_unreachable(request)
         headers = _passed(request.headers, REQUEST_HEADERS) | {hdrs.ACCEPT_ENCODING: "identity"}
         if once:
@@ -166,7 +166,7 @@ class EngineProxy:
                 # The gateway takes only a refused connection for the end of the engine's process.
                 gone = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
                 return error_reply(502 if gone else 504, f"the engine does not answer: {error!r}")
-            # An end of the stream would make what has come look whole.
+            # A regular end of the stream would make the partial reply look whole.
             if request.transport is not None:
                 request.transport.abort()
             return reply

@@ -101,7 +101,7 @@ _READING: Final = _WorkerCall(WorkerMethod.WEIGHTS)
 
 
 def worker_call(body: bytes, *, role: CallerRole) -> bytes | Refused:
-    """The call of the engine's workers as it is passed on: only what was checked is in it.
+    """The call of the engine's workers as it is passed on: it holds only checked parts.
 
     For `data` the bare question for their weights. Raises PeerProtocolError for every other method
     and field.

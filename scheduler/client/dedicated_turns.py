@@ -141,12 +141,12 @@ class DedicatedTurns:
             )
         changed = self._watch.learned and (self._watch.version or held.version)
         if changed and held.store != self._watch.store:
-            # Its first weights too, once the job has published: it has been restarted, or the job
-            # trains an adapter, which the client does not ask for.
+            # Also refuses first weights once the job has published: the engine was restarted, or
+            # the job trains an adapter, which the client does not request.
             found = f"weights of {held.store}" if held.store else "its first weights"
             raise EngineLost(f"it holds {found}, not of {self._watch.store}")
         if (adopted := self._adopted.get(engine)) is not None:
-            # By another turn meanwhile; each client keeps connections of its own.
+            # Another turn adopted the engine meanwhile; each client keeps its own connections.
             return adopted
         resumes = CONTINUATION_FEATURE in description.features
         version = WeightVersion(held.version)

@@ -1,8 +1,8 @@
 """One turn as the gateway serves it: requested once, joined again after a broken connection.
 
-The tokens that the client has are the turn. Where the gateway's own turn does not begin with them
-(it was restarted, or a dedicated engine has made some meanwhile), the rest is requested as a new
-turn whose prompt ends with them. Holds no socket.
+The client's tokens are the turn. Where the gateway's own turn does not begin with them (it was
+restarted, or a dedicated engine has made some meanwhile), the rest is requested as a new turn whose
+prompt ends with them. Holds no socket.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class GatewayTurn:
 
     @property
     def movable(self) -> bool:
-        """Whether the gateway can go on from the tokens: it takes those of others as prompt."""
+        """Whether the gateway can go on from the tokens: it takes foreign tokens as prompt."""
         return self.whole or not self._turn.counts_output
 
     def request(self) -> GenerateRequest:
@@ -53,7 +53,7 @@ class GatewayTurn:
                 request_id=f"{turn.request.request_id}.{self._parts}",
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
-                # Those of the tokens that are here, not of the rest's own first one.
+                # The numerics of the tokens that are here, not of the rest's own first token.
                 equal_numerics=turn.needed_numerics or turn.request.equal_numerics,
             )
         return self._request
@@ -111,6 +111,7 @@ class GatewayTurn:
         turn.end(reason)
 
     def _differ(self) -> None:
-        """The gateway sampled anew: the client's tokens are the turn, and the gateway's may end."""
+        """The gateway sampled again: the client's tokens are the turn, and the gateway's may
+        end."""
         self._known = _ANOTHER
         raise Interrupted("the gateway's turn does not begin with the tokens that are here")

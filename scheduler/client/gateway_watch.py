@@ -50,7 +50,7 @@ class GatewaySilence:
 
 
 class GatewayWatch:
-    """`engines`, `store` and `version` are those of the gateway's last status; `engines` is empty
+    """`engines`, `store` and `version` come from the gateway's last status; `engines` is empty
     where the job's turns may not run on dedicated engines, and as given before the first status."""
 
     def __init__(
@@ -171,7 +171,7 @@ class GatewayWatch:
             if fault != self.fault:
                 _log.warning("the gateway names no engine to fall back on, %s", fault)
             self.fault = fault
-        # It ends where it answers 503; any other answer is one.
+        # A 503 means that the gateway ends; any other reply shows that it runs.
         return reply.status != 503
 
     async def _warn(self) -> None:

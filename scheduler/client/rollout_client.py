@@ -1,7 +1,7 @@
-"""A job's client: turns through the gateway, and on its dedicated engines while that is silent.
+"""A job's client: turns through the gateway, or on dedicated engines while it is silent.
 
-Retries what may pass by itself, under one request id, on a bounded schedule. A token that was
-received once is part of its turn, whatever fails afterwards.
+Retries passing faults, under one request id, on a bounded schedule. A token that was received once
+is part of its turn, whatever fails afterwards.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ Sampling = SamplingParams | Mapping[str, Any]
 
 class TurnOptions(TypedDict, total=False):
     trajectory: str
-    """Its turns prefer the engine that holds their prefix; by default the turn's own id."""
+    """Turns of a trajectory prefer the engine that holds their prefix; default: the turn's id."""
     weight_version: int | VersionPin | None
     """Exactly this version, or a pin; None takes any that is served. A pin's `wait_s` bounds the
     call's wait for it: at the gateway, and where that has not answered for so long (but at least
@@ -67,7 +67,7 @@ class TurnOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     on_interrupt: OnInterrupt | str | None
-    """`return_partial` ends the turn where it would go on elsewhere; None leaves it to the job."""
+    """`return_partial` ends the turn where it would go on elsewhere; None: the job's setting."""
     equal_numerics: bool | str
     """All tokens by engines of one numerics label: the first engine's, or this one."""
 
@@ -75,9 +75,9 @@ class TurnOptions(TypedDict, total=False):
 _log = logging.getLogger(__name__)
 
 RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0, progress_bytes=1)
-"""About a minute of pauses: longer than an engine's version switch or restart. Each token that
-arrives begins the count anew. Tries that the gateway holds for its `queue_s` add 60 of those;
-`give_up_s` bounds the time without a token."""
+"""About a minute of pauses: longer than an engine's version switch or restart. Each received token
+restarts the count. Tries that the gateway holds for its `queue_s` add 60 of those; `give_up_s`
+bounds the time without a token."""
 _REPLY_MAX_BYTES = 64 << 20
 _ERROR_MAX_BYTES = 4096
 _HUNG_S = 60.0
@@ -189,8 +189,8 @@ class AsyncRolloutClient:
     async def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> AsyncGenerator[Choice, None]:
-        """As `generate`: new tokens as they come, each choice with the spans that it touches; the
-        last has a finish reason and all spans. Leaving it early ends the turn."""
+        """Like `generate`: yields new tokens as they come, each choice with the spans that it
+        touches; the last has a finish reason and all spans. Leaving it early ends the turn."""
         turn = self._opened(token_ids, sampling, options)
         more, sent = asyncio.Event(), 0
         serving = asyncio.ensure_future(self._serve(turn, more.set, stream=True))
@@ -339,7 +339,7 @@ class AsyncRolloutClient:
                 asked_all = direct or not self._fallback
                 silent = asked_all and unanswered_s >= self._silence_s
                 if not unmet and silent and pin_s is not None:
-                    # Nothing says whether the pin is met, and no engine has the turn.
+                    # It is unknown whether the pin is met, and no engine has the turn.
                     unmet, waited_s = True, min(waited_s, unanswered_s)
                 unmet &= waited_s >= (_PIN_S if pin_s is None else pin_s)
             backoff.received(len(turn.token_ids))

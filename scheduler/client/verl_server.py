@@ -16,7 +16,7 @@ from harvester.contracts.wire.rollouts import Choice, FinishReason
 from scheduler.client.rollout_client import AsyncRolloutClient
 
 _CALLS_AT_ONCE = 1 << 14
-"""As many turns as a gateway holds; Ray's own bound would queue them where it cannot see them."""
+"""Concurrent calls, as many as a gateway holds turns; Ray's bound would hide calls from it."""
 
 
 class TokenOutput(BaseModel):
@@ -34,8 +34,8 @@ class TokenOutput(BaseModel):
 
 
 class VerlServer:
-    """Made a Ray actor by `started`. Abort and resume are verl's partial rollouts; sleeping and
-    waking are the gateway's, and calls for them do nothing.
+    """The class that `started` makes a Ray actor. Abort and resume are verl's partial rollouts;
+    sleeping and waking are the gateway's, and calls for them do nothing.
 
     `response_length`: most tokens of a turn that names no bound. `client`: AsyncRolloutClient's
     options.
@@ -59,8 +59,8 @@ class VerlServer:
         priority: int = 0,
         trajectory: str | None = None,
     ) -> TokenOutput:
-        """One turn. `trajectory`: verl names each turn anew; without its name the turns of a
-        trajectory share no prefix."""
+        """One turn. `trajectory`: verl gives each turn a new id; without the trajectory's name, its
+        turns share no prefix."""
         if image_data or video_data or audio_data or mm_processor_kwargs:
             raise Unsupported("media is not routed; send a prompt of token ids alone")
         await self._running.wait()
@@ -73,8 +73,8 @@ class VerlServer:
         return _output(choice, with_log_probs=bool(sampling_params.get("logprobs")))
 
     async def abort_all_requests(self, **_: Any) -> None:
-        """Running turns return what they have; new ones wait for `resume_generation`, whatever
-        verl's versions ask for besides."""
+        """Running turns return their tokens so far; new turns wait for `resume_generation`,
+        whatever further arguments verl passes."""
         self._running.clear()
         self._client.abort()
 

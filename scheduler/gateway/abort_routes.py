@@ -5,8 +5,8 @@ POST /abort_requests                the same; without ids, all turns of the job
 POST /abort_request                 {"rid": ...} or {"abort_all": true}, as SGLang's
 POST /finish_session  /close_session   the end of a trajectory: as SkyRL's router and SGLang take it
 
-An aborted turn's own reply has its tokens so far and `finish_reason` abort. A name that is not open
-is no error: its turn may have ended a moment ago.
+An aborted turn's own reply has its tokens so far and `finish_reason` abort. An unknown name is no
+error: its turn may just have ended.
 """
 
 import msgspec

@@ -36,7 +36,7 @@ class Dispatcher:
         self._queue_s = queue_s
         self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
         self.dispatched: Counter[str] = Counter()
-        """Turns placed so far, by reason."""
+        """Number of placed turns by reason."""
         self.on_queued: Callable[[], None] = lambda: None
         """Called when a turn finds no place."""
         self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None
@@ -95,8 +95,8 @@ class Dispatcher:
         until_s: float = math.inf,
         pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
-        """Wait for a place, but no longer than `until_s` (None); with the same `wait` afterwards,
-        the turn keeps its place in the queue. `unfit`: those that it avoids for good.
+        """Waits for a place on an engine until `until_s`, then returns None; a call with the same
+        `wait` keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
 
         Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
         count), or whose pin no engine met by `pin_until_s`.

@@ -1,6 +1,6 @@
-"""The engines: which are up, the version each serves, the turns on it.
+"""The engines: which are up, the version that each serves, the turns on each.
 
-The shell around the version policy: it carries out quiesce, update and serve, and tells routing.
+The shell around the version policy: it carries out quiesce, update and serve, and informs routing.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class EngineFleet:
         self.last_refusal = ""
         self._active_job: JobId | None = None
         self._served: tuple[JobId, WeightVersion] | None = None
-        """The job and the version that the log has."""
+        """Job and version of the last log line."""
         self._context_limit: int | None = None
         self.leasable: Callable[[], Iterable[EngineDescription]] = tuple
         """Engines that may yet be leased."""
@@ -119,14 +119,14 @@ class EngineFleet:
             self.log_state(member)
 
     def log_state(self, member: Member) -> None:
-        """One line where the log has another state of the engine."""
+        """Logs the engine's state if it differs from the last logged one."""
         before = member.log.losses
         if line := member.log.line(up=member.up, losses=member.losses, now=self._clock.now()):
             level = logging.INFO if member.log.losses == before else logging.WARNING
             _log.log(level, "engine %s %s", member.engine.engine, line)
 
     def log_fault(self, member: Member, fault: str) -> None:
-        """One line for a fault that the engine did not have before."""
+        """Logs a fault that the engine did not have before."""
         if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
             _log.warning("engine %s is not served: %s", member.engine.engine, fault)
 
@@ -140,7 +140,7 @@ class EngineFleet:
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses, member.log.fault = member.losses + 1, fault
-        if cut is not Cut.LEASE:  # Its lease has a line, and an engine that stays has one later.
+        if cut is not Cut.LEASE:  # A lease's end is logged already.
             self.log_state(member)
         member.is_described, member.seen_context_tokens, member.held_tokens = False, 0, 0
         member.streak.succeed()
@@ -196,7 +196,7 @@ class EngineFleet:
                         running.cut(Cut.PERMIT)
 
     def vocabulary_tokens(self) -> int | None:
-        """Least vocabulary of the engines; None while none is known."""
+        """Smallest vocabulary of the engines; None while no vocabulary is known."""
         known = (member.vocabulary_tokens for member in self._agreeing())
         return min((tokens for tokens in known if tokens), default=None)
 
@@ -235,8 +235,8 @@ class EngineFleet:
         return True
 
     def hold(self, engine: EngineId, *, held: bool) -> bool:
-        """Sets whether the engine gets no new turns; those on it go on. Returns whether there are
-        none."""
+        """Sets whether the engine gets no new turns; its turns go on. Returns whether it has no
+        turns."""
         member = self.members.get(engine)
         if member is None:
             return True
@@ -313,7 +313,7 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         for member in self.members.values():
             member.client.close()
-        # Their connections close in the event loop's next turn.
+        # The engines' connections close in the event loop's next pass.
         await asyncio.sleep(0)
 
     def _serving(self, engine: EngineId) -> bool:
@@ -377,7 +377,7 @@ class EngineFleet:
         except EngineLost as error:
             fault, died = str(error), isinstance(error, EngineUnreachable)
         except Exception as error:
-            # Not foreseen; without an end, the engine would be updating for ever.
+            # An unforeseen error: without this, the engine would stay in its update for ever.
             _log.exception("engine %s: update to %s", effect.engine, effect.version)
             fault = f"{type(error).__name__}: {error}"
         # While all engines switch, none serves that could disagree.
@@ -387,7 +387,7 @@ class EngineFleet:
             self.log_fault(member, fault)
             member.updating, member.fault = None, fault
             if died:
-                # It could not fail to load anything, and has no identity to be missed by.
+                # A dead engine did not fail to load the version, and its identity is not judged.
                 self.down(member, fault)
             else:
                 self.observe(
@@ -405,7 +405,7 @@ class EngineFleet:
         return self._clash(guest, among=self.members.values())
 
     def _review_clash(self, member: Member) -> str:
-        """A dedicated engine need not be as leased guests are: they go, it stays."""
+        """Compares a dedicated engine with dedicated ones only: guests that clash are dropped."""
         guest = member.engine.kind is EngineKind.GUEST
         others = [
             other
@@ -467,7 +467,7 @@ class EngineFleet:
         )
 
     def _wake_publishers(self) -> None:
-        """Each of those that wait in `settled` looks once."""
+        """Each task that waits in `settled` looks once."""
         self._changed.set()
         self._changed.clear()
 

@@ -77,8 +77,8 @@ class EngineProbing:
             case Change.PROCESS:
                 self._fleet.down(member, str(error))
             case Change.UNKNOWN if self._clock.now() - self._late_at_s < _LATE_FOR_S:
-                # It may have answered in time, and this event loop not have read it. Turns taken
-                # off it, each on trial apart, would keep the loop late.
+                # The engine may have answered in time while this event loop was late. Its turns,
+                # each on a trial of its own, would keep the loop late.
                 return Change.NONE
             case Change.UNKNOWN:
                 self._fleet.down(member, str(error), cut=Cut.DOUBT)

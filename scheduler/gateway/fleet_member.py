@@ -1,4 +1,4 @@
-"""One engine of the fleet: what is known of it, and the turns on it."""
+"""One engine of the fleet: the facts known about it, and the turns on it."""
 
 import asyncio
 from collections import deque
@@ -25,7 +25,7 @@ class Member:
     client: EngineClient
     up: bool = False
     losses: int = 0
-    """How often it was up and is not any more."""
+    """Number of times that the engine was lost after it had been up."""
     lease: Lease | None = None
     idle_ratio: float | None = None
     """Forecast idle share of a guest's slot; None if unknown."""
@@ -54,14 +54,14 @@ class Member:
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
     held: bool = False
-    """It gets no new turn, because of an order to stop."""
+    """The engine gets no new turn, because of an order to stop."""
     foreign_changes: ForeignUpdates = field(default_factory=ForeignUpdates)
     doubted: tuple[RunningAttempt, ...] | None = None
     """Attempts that it had when it went silent, until it is known whether it died; else None."""
 
     @property
     def vocabulary_tokens(self) -> int | None:
-        """Exclusive upper bound of its token ids; None if unknown."""
+        """Exclusive upper bound of the engine's token ids; None if unknown."""
         return (self.description.vocabulary if self.description else 0) or None
 
     @property
@@ -80,21 +80,20 @@ class Member:
 
     @property
     def context_tokens(self) -> int:
-        """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
-        description."""
+        """Context in tokens; 0 if unknown. Observed behaviour overrides the description."""
         described = self.description.context_tokens if self.description else 0
         return min(filter(None, (described, self.seen_context_tokens)), default=0)
 
     def may_end_at(self, tokens: int) -> bool:
-        """Whether its context, as far as it is known, may be full at so many tokens."""
+        """Whether the engine's context may be full at this number of tokens; True if unknown."""
         return not self.context_tokens or tokens + _EARLY_TOKENS >= self.context_tokens
 
 
 def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
-    """Engines that a turn whose sampling counts output must not be on.
+    """Engines that are unfit for a turn whose sampling counts output.
 
-    It is begun where it can be moved from, and without such an engine on dedicated ones, which are
-    not taken back; from its first token on it goes on only where output stays output.
+    The turn begins on an engine from which it can move, else on a dedicated engine, which is never
+    taken back; from its first token on it goes on only where output stays output.
     """
     if not turn.counts_output:
         return set()
@@ -107,5 +106,5 @@ def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
 def numerics_of(engine: EngineId, vllm_version: str, described: EngineDescription | None) -> str:
     known = [f"vllm {vllm_version}" if vllm_version else ""]
     known += [described.dtype, described.logprobs_mode] if described is not None else []
-    # One that says nothing of itself is equal to no other engine.
+    # An engine without a description is equal to no other engine.
     return " ".join(filter(None, known)) or f"unknown, {engine}"

@@ -321,7 +321,7 @@ class Gateway:
             return
         uses = scheduler.uses_engines(target.job)
         if not scheduler.fleet.may_use_dedicated(target.job):
-            # Those in line wait for leases; those that run on leases would be cut with them.
+            # Queued turns wait for leases and do not count; turns on leased engines would be cut.
             uses = bool(scheduler.dispatcher.policy.open_turns_of(target.job))
         if uses:
             raise web.HTTPConflict(
@@ -385,8 +385,8 @@ class Gateway:
         return [job]
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
-        """The caller; None: the operator, and everyone where there are no tokens."""
-        key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
+        """The caller; None: the operator, and everyone without tokens."""
+        key = f"Bearer {request.headers.get('X-API-Key', '')}"  # Tinker's client sends this header.
         return self._tenants.caller(request.headers.get("Authorization", key), observes=observes)
 
 

@@ -54,7 +54,7 @@ INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE stor
 class StoredJob(JobVersion, frozen=True, kw_only=True):
     active: bool = False
     harvesting: bool | None = None
-    """None: never switched, the configuration holds."""
+    """None: never switched; the configuration applies."""
 
 
 class SchedulerState:
@@ -141,7 +141,7 @@ class SchedulerState:
             self._db.execute("INSERT OR IGNORE INTO parked (job) VALUES (?)", (job,))
 
     def leases(self) -> list[Lease]:
-        """Leases as of before; not usable until renewed: their end is in the past."""
+        """Leases of the earlier process; their end is in the past, so that they need a renewal."""
         rows = self._db.execute("SELECT lease, slot, agent, job, epoch FROM leases ORDER BY lease")
         return [
             Lease(

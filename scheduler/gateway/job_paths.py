@@ -44,7 +44,7 @@ def route_of(request: web.Request) -> str:
 
 
 def job_named(request: web.Request) -> JobId | None:
-    """The job that the path names, else the header, else the body's model; None where none does.
+    """The job named by the path, else by the header, else by the body's model; None without a name.
 
     Raises PeerProtocolError where the route and its base path name different jobs.
     """

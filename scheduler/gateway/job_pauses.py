@@ -16,9 +16,9 @@ class PauseMode(StrEnum):
 
     ABORT = "abort"
     WAIT = "wait"
-    """Those on engines end first; those in the queue wait for the end of the pause."""
+    """Turns on engines end first; queued turns wait for the end of the pause."""
     KEEP = "keep"
-    """They leave their engines and go on from their tokens after the pause."""
+    """Turns leave their engines and go on from their tokens after the pause."""
 
 
 class JobPauses:
@@ -36,13 +36,13 @@ class JobPauses:
     def end(self, job: JobId) -> None:
         """Each `emptied` looks once whether the pause was its own."""
         self._dispatcher.observe(JobPaused(job=job, paused=False))
-        # Not cleared but replaced: an `emptied` that is about to wait for it must not miss it.
+        # The event is replaced, not cleared: an `emptied` that is about to wait must not miss it.
         self._resumed.set()
         self._resumed = asyncio.Event()
 
     async def emptied(self, job: JobId, *, cut: bool) -> None:
-        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: those
-        that can go on from their output leave it at once; the others are not waited for."""
+        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: turns
+        that can go on from their output leave at once; the others are not waited for."""
         while self.holds(job):
             on_engines = [
                 running

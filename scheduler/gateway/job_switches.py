@@ -28,7 +28,7 @@ class Switch(StrEnum):
 class SwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
-    """Switched off after this long unless renewed, in s; None: it stays."""
+    """Time after which the switch goes off unless renewed, in s; None: it stays on."""
 
 
 class JobSwitches:
@@ -46,12 +46,12 @@ class JobSwitches:
         self._clock = clock
         self._on_changed = on_changed
         self._off_at_s: dict[tuple[JobId, Switch], float] = {}
-        """Ends of those that were set for a limited time."""
+        """Expiry times of switches that were set for a limited time."""
         self.unrecorded: set[tuple[JobId, Switch]] = set()
-        """Those that are off, and on in the state file."""
+        """Switches that are off but still recorded as on."""
 
     def set(self, job: JobId, switch: Switch, *, on: bool, for_s: float | None = None) -> bool:
-        """`for_s`: off again then, and after a restart, unless it was switched on again.
+        """With `for_s` the switch goes off after that time, and after a restart, unless set again.
 
         Off works in any case: False says that a restart would switch it on again. Raises Exhausted
         if "on" cannot be recorded: then nothing has changed.
@@ -72,7 +72,7 @@ class JobSwitches:
         return not fault
 
     def expire(self, *, now: float) -> None:
-        """Switches off what was not renewed, and tries again to record what is not."""
+        """Turns expired switches off and retries records that failed."""
         for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
             _log.warning("job %s: %s goes off, it was not renewed", job, switch)
             self.set(job, switch, on=False)
@@ -81,7 +81,7 @@ class JobSwitches:
                 self.unrecorded.discard(key)
 
     def _record(self, key: tuple[JobId, Switch], *, on: bool) -> str:
-        """Why the state file cannot take it; "" if it has."""
+        """Records the switch; returns the fault, "" on success."""
         job, switch = key
         try:
             match switch:

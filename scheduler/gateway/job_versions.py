@@ -44,7 +44,7 @@ class JobVersions:
         self._state = state
         self._clock = clock
         self._announced_s: dict[JobId, float] = {}
-        """The time of each job's newest version; none of one that was taken up."""
+        """Publish time of each job's newest version; versions restored at the start have none."""
         self._publish_s = publish_s
         self._on_activated = on_activated
         rules = {
@@ -70,7 +70,8 @@ class JobVersions:
         configured = next((job for job, given in self._jobs.items() if given.active), None)
         only = next(iter(self._jobs)) if len(self._jobs) == 1 else None
         active = active or configured or only
-        # The active job's version first: the first publish that the policy hears sets its target.
+        # The active job's version first: the first publish that the policy observes sets its
+        # target.
         for job, facts in sorted(stored.items(), key=lambda item: item[0] != active):
             if job in self._jobs and facts.version:
                 self._fleet.observe(
@@ -137,7 +138,7 @@ class JobVersions:
         with self._logging_refusals(job, "activation"):
             check()
             prepared: JobVersion | None = None
-            # Another version may be published meanwhile, and is the one that is served then.
+            # Another version may be published meanwhile and is then served instead.
             while (published := policy.published(job)) and published != prepared:
                 await self._staging.prepare(published, patience_s=self._patience_s(job))
                 prepared = published
@@ -219,7 +220,7 @@ class JobVersions:
 
     @contextmanager
     def _logging_refusals(self, job: JobId, what: str) -> Iterator[None]:
-        """One line for a refusal, however often it is repeated."""
+        """Logs a refusal once, however often it is repeated."""
         try:
             yield
         except (Stale, Exhausted) as error:

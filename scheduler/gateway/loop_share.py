@@ -8,36 +8,36 @@ from typing import TypeVar
 from harvester.contracts.clock import MonotonicClock
 
 _HELD_S = 0.02
-"""Time for which one piece of work may hold the loop, in s: a token waits so long for its turn to
-be read without a reader's notice."""
+"""Longest time for which one piece of work holds the event loop, in s: readers do not notice a
+token that is this late."""
 
 AT_ONCE = 16
-"""Turns begun, or left, in one pass of the loop. Some 0.5 ms each, in this pass and the next three,
-in which their tasks start: a clock would see only the first part of it."""
+"""Turns that begin or end in one pass of the loop. Each takes about 0.5 ms, spread over this pass
+and the next three; a clock would see only the first part."""
 ENTERED_AT_ONCE = 64
-"""The same of requests. With 16 of them a busy gateway reads tokens more one by one, which costs it
-6 % of its requests."""
+"""Requests that enter in one pass of the loop. With 16, a busy gateway reads tokens one by one more
+often and serves 6 % fewer requests."""
 
 _CLOCK = MonotonicClock()
 T = TypeVar("T")
 
 
 class LoopShare:
-    """One piece of work's time in the loop, from its making on."""
+    """The loop time of one piece of work, counted from its creation."""
 
     def __init__(self) -> None:
         self._until_s = _CLOCK.now() + _HELD_S
 
     async def rest(self) -> None:
-        """Gives the loop to others if this work has held it for long."""
+        """Gives the loop to other tasks if this work has held it for `_HELD_S`."""
         if _CLOCK.now() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = _CLOCK.now() + _HELD_S
 
 
 async def in_shares(work: Iterable[T]) -> list[T]:
-    """All items of a lazy iterable, each of which takes a moment to make. Raises what it raises;
-    what is left is not made then."""
+    """Evaluates a lazy iterable and regularly gives the loop to other tasks. Raises what the
+    iterable raises; later items are then not evaluated."""
     share, made = LoopShare(), []
     for each in work:
         made.append(each)
@@ -46,8 +46,8 @@ async def in_shares(work: Iterable[T]) -> list[T]:
 
 
 class LoopEntry:
-    """Lets in so many of what comes at once in each pass of the loop, in its order: a step's
-    thousands of requests come in one."""
+    """Admits ENTERED_AT_ONCE requests in each pass of the loop, in order of arrival: a training
+    step sends thousands at once."""
 
     def __init__(self) -> None:
         self._room = ENTERED_AT_ONCE
@@ -69,7 +69,7 @@ class LoopEntry:
         self._room = ENTERED_AT_ONCE
         while self._waiting and self._room:
             waiting = self._waiting.popleft()
-            # One whose client has left takes no place.
+            # A waiter whose client has left takes no place.
             if not waiting.done():
                 waiting.set_result(None)
                 self._room -= 1

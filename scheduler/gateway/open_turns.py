@@ -80,13 +80,13 @@ class OpenTurns:
         answered: AnsweredTurns,
         tenant: TenantId,
     ) -> None:
-        """`answered`: shared by all jobs; those of this one are `tenant`'s."""
+        """`answered`: shared by all jobs; the answers of this job are `tenant`'s."""
         self._ledger = ledger
         self._clock = clock
         self._answered = answered
         self._tenant = tenant
         self._clients: Counter[str] = Counter()
-        """Those that wait, by request."""
+        """Number of waiting clients by request."""
         self._run = run
         self._on_end = on_end
         self._rejoin_s = rejoin_s
@@ -105,7 +105,7 @@ class OpenTurns:
         newest: WeightVersion = BASE_VERSION,
         part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
-        """The turn at its end. Raises IdInUse, and what `run` raises.
+        """Returns the turn at its end. Raises IdInUse and the errors of `run`.
 
         `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new. Its
         pin is resolved against `newest`.
@@ -139,7 +139,7 @@ class OpenTurns:
     async def abort(
         self, *, ids: Collection[str] | None = None, session: TrajectoryId | None = None
     ) -> int:
-        """Ends open turns with their tokens so far, and returns how many; unknown names are none.
+        """Ends open turns with their tokens so far; returns their number. Ignores unknown names.
 
         `ids`: names of turns or of the requests that they are parts of. `session`: of a trajectory.
         Without both, all turns.
@@ -154,7 +154,7 @@ class OpenTurns:
         return len(ending)
 
     async def close(self) -> None:
-        """Closes all turns; those that have ended are delivered to their clients first."""
+        """Delivers ended turns to their clients, then closes all turns."""
         while self._open:
             await self._cancel(next(iter(self._open.values())))
 
@@ -175,8 +175,8 @@ class OpenTurns:
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
         self._on_end(held.turn)
-        # Retrieves the error: a waiting client gets it, and asyncio logs none without one. That of
-        # a cancellation refers back to here, by the frames that it passed, and goes with this call.
+        # Retrieves the error: a waiting client gets it, and without a client asyncio logs nothing.
+        # A cancellation refers back to here, by the frames that it passed, and goes with this call.
         with suppress(asyncio.CancelledError):
             task.exception()
         if task.cancelled() or task.exception() is not None:
@@ -223,7 +223,7 @@ class OpenTurns:
             if heard:
                 self._forget(held)
                 if not held.clients:
-                    # Its error refers back to here, by the frames that it passed.
+                    # The task's error refers back to here, by the frames that it passed.
                     held.task = None
             elif not held.clients:
                 loop = asyncio.get_running_loop()
@@ -233,7 +233,7 @@ class OpenTurns:
         assert held.task is not None
         held.abandoned, held.forget = True, None
         if not held.task.cancel():
-            # Its end may not have been taken note of yet: uvloop runs timers before callbacks.
+            # The turn's end may not be recorded yet: uvloop runs timers before callbacks.
             asyncio.get_running_loop().call_soon(self._forget, held)
 
     def _forget(self, held: _Open) -> None:

@@ -39,7 +39,7 @@ _EVENTS = "text/event-stream"
 _OBJECT = dict[str, Any]
 _STREAMED = (JSON, _EVENTS)
 _TURN_HEADERS = (*SESSION_HEADERS, REQUEST_ID_HEADER)
-"""Those that may name the trajectory and the request."""
+"""Headers that may name the trajectory and the request."""
 _SAMPLES = (404, 409, 410, 422, 429, 503)
 _OPENAI_SAMPLES = (404, 409, 410, 422, 502, 503)
 _RENDERER = (422, 429, 502, 503)
@@ -219,7 +219,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def document() -> dict[str, Any]:
-    """As OpenAPI 3.1."""
+    """The routes as OpenAPI 3.1."""
     servers = (
         {"url": "/", "description": f"the caller's only job, or that of {JOB_HEADER}"},
         {

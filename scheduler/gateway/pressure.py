@@ -34,7 +34,7 @@ def connection_room(most: int, *, places: int) -> int:
 
 
 class TenantShares:
-    """One bound, divided among the tenants that hold something of it.
+    """One bound, divided among the tenants that hold a part of it.
 
     A tenant within its share, the bound over the number of such tenants, gets more whatever the
     others hold; one beyond it only while the bound is not reached. N tenants hold at most
@@ -42,7 +42,7 @@ class TenantShares:
     """
 
     def __init__(self, most: int, *, name: str) -> None:
-        """`name`: the bound's, as a refusal tells it."""
+        """`name`: the bound's name in refusals."""
         self._most = most
         self._name = name
         self._held: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class TenantShares:
 
     @contextmanager
     def keeping(self, tenant: str, amount: int) -> Iterator[None]:
-        """As `holding`, for an amount that is there already and cannot be refused any more."""
+        """Like `holding`, for an amount that exists already and cannot be refused any more."""
         self._held[tenant] += amount
         try:
             yield

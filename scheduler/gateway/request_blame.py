@@ -97,7 +97,7 @@ class RequestBlame:
     def proved(
         self, engine: EngineId, lost: Iterable[RunningAttempt], *, dead: bool, now: float
     ) -> None:
-        """It is known now whether the silent engine has died."""
+        """Records whether the silent engine has died."""
         marks = {one.turn.prompt_mark for one in lost}
         self.policy.proved(engine, dead=dead, now=now)
         if dead and marks:

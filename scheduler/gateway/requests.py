@@ -112,8 +112,8 @@ def decode_generate(
 ) -> GenerateRequest:
     """Raises PeerProtocolError, naming the field, for anything that no engine should see.
 
-    `vocabulary_tokens`: token ids lie below it; None while it is not known. `context_tokens`: a
-    request without `max_tokens` may fill so many, as vLLM has it; 0 while it is not known.
+    `vocabulary_tokens`: token ids lie below it; None if unknown. `context_tokens`: bound of a
+    request without `max_tokens`, as in vLLM; 0 if unknown.
     """
     try:
         request = _DECODER.decode(body)
@@ -166,7 +166,7 @@ def _kept(
     refused: Mapping[str, RefusedField],
     where: str,
 ) -> dict[str, msgspec.Raw]:
-    """The honoured fields. Raises PeerProtocolError for one that would silently be ignored."""
+    """The honoured fields. Raises PeerProtocolError for a field that would silently be ignored."""
     honoured, nullable = struct.__struct_fields__, _nullable(struct)
     for name, value in fields.items():
         rule = refused.get(name)
@@ -176,8 +176,8 @@ def _kept(
             if not where and name in _Sampling.__struct_fields__:
                 raise PeerProtocolError(f"{name}: it belongs in sampling_params")
             raise no_such_field(name, honoured, where)
-    # Null is left out, as vLLM takes it for every field, unless it is a value of its own: without
-    # log-probabilities is not the default.
+    # Null is omitted, since it is vLLM's default for every field, unless null has a meaning: no
+    # log-probabilities differs from the default.
     return {
         name: value
         for name, value in fields.items()
@@ -186,7 +186,7 @@ def _kept(
 
 
 def _check_pin(value: msgspec.Raw) -> None:
-    """Raises PeerProtocolError for what is no object, or has a field that is none of a pin's."""
+    """Raises PeerProtocolError if the pin is no object or has an unknown field."""
     pin = msgspec.json.decode(value)
     if not isinstance(pin, dict):
         # A number alone is not taken: it may be meant as the least version too.
@@ -209,7 +209,7 @@ def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:
-    """The error for a field that nothing reads, with the nearest one that is read."""
+    """The error for a field that is not read, with the nearest name of a field that is."""
     return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: {unknown_field(name, offered)}")
 
 

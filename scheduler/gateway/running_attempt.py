@@ -9,14 +9,14 @@ from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.trajectories import Turn
 
 TOGETHER_S = 0.1
-"""Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
-as some of them."""
+"""Time that tokens of a whole reply may wait to be read together, in s: a read costs as much as
+several tokens."""
 STREAMED_TOGETHER_S = 0.02
-"""The same for a streamed reply, while reads are less than `_FAST_S` apart: where tokens come
-slower, or the event loop is late, there is nothing to wait for."""
+"""Time that tokens of a streamed reply may wait to be read together, in s. Applies only while reads
+are less than `_FAST_S` apart."""
 _FAST_S = 0.03
 _ONE_READ_S = 0.001
-"""Chunks this close came in one read, which says nothing of their pace."""
+"""Chunks this close came in one read, which says nothing about the pace of tokens."""
 
 
 class Cut(StrEnum):
@@ -40,8 +40,7 @@ class Cut(StrEnum):
     WEIGHTS = "weights"
     """Another caller changed the engine's weights; it lives, and no turn is to blame."""
     CLASH = "clash"
-    """Its engine's tokens do not go together with another one's; it lives, and no turn is to
-    blame."""
+    """The engine's tokens do not agree with another engine's; it lives, and no turn is to blame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class RunningAttempt:
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
-    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
+    """Wait for a guest's closed gate, in s; excluded from its speed."""
     trial: str = ""
     """The suspect on trial; empty for a turn above suspicion."""
     tokens: int = 0

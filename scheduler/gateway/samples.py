@@ -125,7 +125,7 @@ class Samples:
             # Cancelled itself: none of them may go on without a reader.
             for task in left:
                 task.cancel()
-            # Their errors refer back to here, by the frames that they passed.
+            # The tasks' errors refer back to here, by the frames that they passed.
             self._tasks.clear()
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
@@ -161,7 +161,8 @@ class Samples:
             raise
 
     def usage(self, index: int | None = None) -> Usage:
-        """The tokens of all choices, or of one; prompts count once, whatever their samples."""
+        """The tokens of all choices, or of one; each prompt counts once, however many samples it
+        has."""
         counted = self.turns if index is None else self.turns[index : index + 1]
         turns = [turn for turn in counted if turn is not None]
         prompts = {id(turn.request.token_ids): len(turn.request.token_ids) for turn in turns}
@@ -243,6 +244,6 @@ async def follow(
         try:
             yield samples
         finally:
-            # It refers back: without this both would wait for the garbage collector.
+            # The iterator refers back: without this both would wait for the garbage collector.
             samples._unbegun = iter(())
             await samples._leave()

@@ -50,7 +50,7 @@ from scheduler.gateway.version_staging import VersionStaging
 from scheduler.model import Engine, EngineKind
 
 _EXPIRED_S = 0.25
-"""Period of checks for expired switches and answers, and of tries to record what is not, in s."""
+"""Period of checks for expired switches and answers, and of retries of failed records, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 
@@ -166,8 +166,8 @@ class Scheduler:
         )
 
     def _renderer_peers(self) -> list[RenderEndpoint]:
-        """The configured renderers; without any, the dedicated engines that are up, those with the
-        longest context first. Raises Exhausted without any of both."""
+        """The configured renderers; without any, the dedicated engines that are up, the longest
+        context first. Raises Exhausted without an engine."""
         members = self.fleet.members.values()
         engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
         if not (self._renderers or engines):
@@ -261,7 +261,7 @@ class Scheduler:
             task.result()
 
     async def close(self) -> None:
-        """Open turns end with their tokens so far; leases are given back."""
+        """Ends open turns with their tokens so far and gives leases back."""
         async with AsyncExitStack() as steps:
             # The last one first; each is taken although one before it has failed.
             for close in (self.state.close, self._capacity_log.close, self._versions_log.close):
@@ -306,10 +306,9 @@ class Scheduler:
         self, job: JobId, requests: Sequence[GenerateRequest]
     ) -> AbstractContextManager[None]:
         """Reserves queue room for all new turns of a request (joined turns need none). Raises
-        Pressure, and TurnRefused where one of them fits no engine: each sample would be begun for
-        that answer.
+        Pressure, and TurnRefused if a turn fits no engine, before any sample begins.
 
-        One turn alone is routing's own decision: it may find a free engine.
+        Routing itself decides on a single turn, which may find a free engine.
         """
         if len(requests) == 1:
             return nullcontext()
@@ -322,7 +321,7 @@ class Scheduler:
         return self.dispatcher.admitting([turn_key(job, each.request_id) for each in new])
 
     async def abort(self, job: JobId, ids: Collection[str] | None) -> int:
-        """Ends the job's open turns of these names (None: all) with their tokens so far."""
+        """Ends the job's open turns with these names (None: all) with their tokens so far."""
         return await self._open_turns[job].abort(ids=ids)
 
     async def pause(self, job: JobId, mode: PauseMode) -> None:
@@ -340,7 +339,7 @@ class Scheduler:
         return self.pauses.holds(job)
 
     async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
-        """Aborts what is open of a trajectory and forgets where its prefix is; returns the number
+        """Aborts the open turns of a trajectory and forgets where its prefix is; returns the number
         of aborted turns."""
         aborted = await self._open_turns[job].abort(session=trajectory)
         self._sessions.discard((job, trajectory))

@@ -21,7 +21,7 @@ _NEVER = 1 << 30
 _QUIET_S = 30.0
 """Period of collections of a gateway without open turns, in s."""
 _OVERDUE_S = 300.0
-"""The same of one that always has some: requests leave no cycles, and a collection is felt."""
+"""Period with open turns, in s: requests leave no cycles, and a collection delays tokens."""
 
 
 def gateway(
@@ -51,7 +51,7 @@ def gateway(
 
 
 def _collect_less() -> None:
-    """Takes what a started gateway keeps out of garbage collection, and lets more turns end first.
+    """Excludes a started gateway's objects from garbage collection, and makes collections rarer.
 
     Turns end by reference counts. At Python's own threshold every few of them cause a collection
     that frees almost nothing: a fifth of the time of a busy gateway, and pauses.

@@ -142,7 +142,7 @@ class Timeouts(FrozenSettings):
     waits as long as its client does: a synchronous step asks for its whole batch at once."""
     pin_s: Annotated[float, Field(ge=0, le=MAX_PIN_WAIT_S)] = 60.0
     """A turn whose version pin no engine meets yet is held for this long and then refused with 409;
-    its own `wait_s` counts for more. 0 refuses at once."""
+    its own `wait_s` overrides this. 0 refuses at once."""
     stuck_s: Seconds = 600.0
     """A turn without a token for this long, over all attempts, ends with its tokens so far."""
     rejoin_s: Seconds = 2.0
@@ -173,8 +173,8 @@ class AnswerSettings(FrozenSettings):
     keep_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """For how long after their clients have left; 0 keeps none."""
     turns: int = Field(default=4096, ge=1, le=1 << 20)
-    """At most so many turns. Beyond this bound, or the next one, the tenant that holds most loses
-    its oldest answer."""
+    """Largest number of kept turns. Beyond this bound, or the next one, the tenant that holds most
+    loses its oldest answer."""
     size_bytes: int = Field(default=128 << 20, ge=1 << 10)
     """Memory of the kept turns, about."""
 

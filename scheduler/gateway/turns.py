@@ -189,7 +189,7 @@ class TurnRunner:
         return placed
 
     def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
-        """Only while another engine is there."""
+        """Engines that the suspect avoids, while there is another engine."""
         shunned = self.blame.policy.shunned(suspect, now=now)
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
@@ -238,7 +238,7 @@ class TurnRunner:
         unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
         paused = self._dispatcher.policy.is_paused(turn.job)
         if unlike or paused or engine in unfit_for(turn, self._fleet.members):
-            # It has joined or changed since the turn began to wait, or the job was paused.
+            # The engine joined or changed while the turn waited, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         member = self._fleet.began(engine, running, placed.version)
@@ -262,7 +262,7 @@ class TurnRunner:
                 self._cleared(turn, self.blame.served(running, engine))
             self.blame.left(running, engine, self._clock.now())
             if not running.tokens and running.why_cut is None:
-                # It never ran there: a refusal or a lost call is only tried again.
+                # The turn never ran there: a refusal or a lost call is simply retried.
                 course.interruption = ""
             paused = running.why_cut is Cut.PAUSE
             course.attempted(tokens=running.tokens or paused, began_s=running.began_s)
@@ -281,7 +281,7 @@ class TurnRunner:
             )
             self._fleet.ended(member, running)
             running.over.set()
-            # Its error refers back to here, by the frames that it passed.
+            # The task's error refers back to here, by the frames that it passed.
             running.task = None
 
     async def _outcome(
@@ -330,7 +330,8 @@ class TurnRunner:
             self.blame.failed(running, engine, why, self._clock.now())
         except RequestRefused as error:
             if course.ended_short == (engine, turn.length):
-                # It took the turn while that was shorter: its `length` was its context's after all.
+                # The engine took the turn while the turn was shorter: `length` was the context's
+                # end after all.
                 self._fleet.context_ended(member, turn.length)
             else:
                 course.too_short.add(engine)
@@ -417,7 +418,7 @@ class TurnRunner:
                     # The engine's length, not the client's: its context is full.
                     if not member.may_end_at(turn.length):
                         # One such chunk must not shrink the context for all turns. The engine is
-                        # tried again, and refuses the turn if its context is what this says.
+                        # tried again, and refuses the turn if its context has this length.
                         running.course.ended_short = (member.engine.engine, turn.length)
                         raise EngineLost(
                             f"protocol: length at {turn.length} tokens, in a context of "
@@ -429,7 +430,7 @@ class TurnRunner:
                     turn.finish(
                         attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                     )
-                    # Nothing that still comes, or does not, changes the turn.
+                    # Later chunks, or their absence, change nothing about the turn.
                     await anext(choices, None)
                     return
 

@@ -13,12 +13,12 @@ from scheduler.model import EngineKind
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
 SHOWN_S = 10.0
-"""A store may show a new version so much later to engines than to its publisher."""
+"""Longest delay with which a store shows a new version to engines after its publisher."""
 STAGE_AGAIN_S = 1.0
 
 
 class VersionStaging:
-    """One version at a time: an engine keeps the preparation of the last one only."""
+    """Stages one version at a time: an engine keeps only its last preparation."""
 
     def __init__(self, fleet: EngineFleet, clock: Clock) -> None:
         self._fleet = fleet
@@ -26,10 +26,10 @@ class VersionStaging:
         self._lock = asyncio.Lock()
 
     async def prepare(self, wanted: JobVersion, *, patience_s: float) -> None:
-        """Waits for the dedicated ones only, and not for long: it only shortens the switch. A
-        version that the policy would refuse is not prepared.
+        """Waits only for dedicated engines, and not for long: preparation only shortens the switch.
+        A version that the policy would refuse is not prepared.
 
-        Raises Exhausted where all of them tell for `patience_s` that they cannot load it, since a
+        Raises Exhausted if all of them report for `patience_s` that they cannot load it, since a
         switch would leave the job without an engine.
         """
         until_s = math.inf
@@ -51,7 +51,7 @@ class VersionStaging:
             await asyncio.sleep(STAGE_AGAIN_S)
 
     def _is_next(self, wanted: JobVersion) -> bool:
-        """Not where it was overtaken in the meantime, or is loaded already."""
+        """Whether the version is still next: neither overtaken, refused nor loaded."""
         policy = self._fleet.policy
         return bool(wanted.version) and wanted != policy.target and not policy.refusal(wanted)
 

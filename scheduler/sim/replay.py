@@ -98,7 +98,7 @@ def _decide(policy: Policy, line: Decided, path: Path, number: int) -> tuple[dic
     except UNDECODABLE as error:
         raise Corrupt(f"{path.name} line {number}: sample: {error}") from error
     effects = policy.observe(sample, now=line.t_s)
-    # Through JSON, as the recorded ones went: NaN, tuples and enums then look the same.
+    # Encodes to JSON like the recorded effects, so that NaN, tuples and enums compare equal.
     plain: list[dict[str, Any]] = msgspec.json.decode(
         msgspec.json.encode(effects, enc_hook=str), type=list[dict[str, Any]]
     )

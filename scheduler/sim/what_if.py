@@ -59,7 +59,7 @@ class WhatIf:
     gaps_s: float = 0.0
     """Time without decisions, such as a stopped agent: of neither account."""
     guest_tokens: int | None = None
-    """Counted by the guest in the recorded time; None without one that stepped."""
+    """Tokens that the guest counted in the recorded time; None if no guest stepped."""
     differing: tuple[str, ...] = ()
     """Settings that differ from the last recorded ones, with both values."""
 
@@ -153,7 +153,7 @@ class _Run:
         self.found.changed.add(self._changed, duration_s)
 
     def _count(self, guest: Guest | None) -> None:
-        """Tokens since the last page; after the guest restarted its counter begins anew."""
+        """Adds the tokens since the last page; a restarted guest's counter begins at 0."""
         if guest is None or not guest.steps_finished:
             return
         if self._tokens is not None:

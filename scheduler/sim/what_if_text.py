@@ -1,4 +1,4 @@
-"""The answer of a what-if for people."""
+"""Text of a what-if's result for people."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
 """verl: its generation entry point, which asks OpenAI's routes, and its agent loops' clients.
 
-Those ask a Ray actor through verl's load balancer: ours is one server, and its fleet the gateway's.
+The loops ask a Ray actor through verl's load balancer: ours is one server; the gateway has a fleet.
 """
 
 import asyncio

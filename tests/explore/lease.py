@@ -415,7 +415,7 @@ class LeaseModel:
             *("since_s", "breached_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
             *("active_at_s", "losses_s", "idle_at_s", "observed_at_s", "progress_at_s"),
         }
-        # What the policies remember of the guest and of reclaims lies in their memory.
+        # The policies' memory holds what they remember of the guest and of reclaims.
         self._keepers: Part[Keeper] = Part(moments=moments, ignored=ignored, age_max_s=2 * TTL_S)
         self._wardens: Part[Warden] = Part(
             moments=moments, ignored=ignored - {"guest", "reclaim"}, age_max_s=2 * TTL_S

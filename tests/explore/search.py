@@ -103,7 +103,7 @@ class Search(Generic[S]):
     def run(self) -> Explored:
         clock, found = MonotonicClock(), Explored()
         began_s = clock.now()
-        # What was seen before an interrupt counts.
+        # States seen before an interrupt count.
         with suppress(KeyboardInterrupt):
             self._search(found)
         found.states, found.seconds = len(self._states), clock.now() - began_s

@@ -197,7 +197,7 @@ def test_a_dead_or_hung_agents_grant_expires_within_its_ttl(
     os.waitid(os.P_PID, agent.process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     no_more_ns = monotonic_ns()
     wait_for(lambda: agent.reading().fault is PageFault.EXPIRED)
-    # By the page's own time: this process may wait for a core.
+    # The page's own time counts: this process may wait for a core.
     after_ttl_ns = no_more_ns + int(GRANT_TTL_S * 1e9)
     assert agent.reading(now_ns=after_ttl_ns).fault is PageFault.EXPIRED
 

@@ -208,7 +208,7 @@ async def test_a_closed_gate_with_a_waiting_request_costs_next_to_nothing(
     slot.agent.say(GrantMode.CLOSED)
     turn = slot.begin(4)
     await slot.guest_becomes(lambda guest: guest.waiting == 1, "the request waits")
-    # What woke for the request sleeps again within vLLM's second of spinning.
+    # Threads that woke for the request sleep again within vLLM's second of spinning.
     await asyncio.sleep(2.0)
     tree = slot.guest_child.tree()
     before_s = _cpu_s(tree)

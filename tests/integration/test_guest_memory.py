@@ -136,7 +136,7 @@ async def test_a_prefix_survives_a_flood_while_its_trajectory_s_tool_runs(
     used = slot.guest().prefix_tokens_used_total
     assert await computed_tokens(slot, **following, salt="version-1") < 300
     assert slot.guest().prefix_tokens_used_total - used > 1400
-    # What another version made is no prefix of this one's, kept or not.
+    # KV of another version is no prefix for this one, kept or not.
     dropped = slot.guest().prefix_tokens_dropped_total
     assert await computed_tokens(slot, **following, salt="version-2") > 1500
     await slot.guest_becomes(lambda guest: guest.kv_tokens_retained > 1400, "its own is kept")

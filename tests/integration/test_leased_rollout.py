@@ -118,7 +118,7 @@ async def test_a_job_killed_at_its_tail_leaves_neither_engines_nor_leases_in_use
 ) -> None:
     turns = scene.turns(12, 10_000)
     job, _other = await _with_a_tail_on_the_guest(scene)
-    # Of turns that run.
+    # Tokens of running turns.
     await scene.service.until("/v1/status", lambda said: said["jobs"]["job"]["tokens"]["guest"] > 0)
     job.process.send_signal(signal.SIGKILL)
     async with asyncio.timeout(LEASE_S + 2.0):

@@ -104,7 +104,7 @@ async def test_a_guest_takes_no_step_while_production_has_no_slack(
         while not quiet.is_set():
             await complete(slot, max_tokens)
 
-    # Of unequal lengths, so that one decodes while the next of another begins.
+    # Unequal lengths: one client decodes while the next request of another begins.
     clients = [asyncio.create_task(follow_one_another(length)) for length in (1700, 2300, 2900)]
     await until(lambda: slot.pulse().decoding == 3, "production decodes", seen=slot.pulse)
     turn = slot.begin(40)

@@ -267,7 +267,7 @@ class Scene:
             enforce_eager=True,
             scheduler_cls=SCHEDULER,
         ).create_engine_config()
-        # What a GPU has by default, and a CPU's platform takes back.
+        # The default on a GPU, which the CPU platform takes back.
         config.scheduler_config.async_scheduling = True
         core = Core(config, self.workers)
         assert core.batch_queue_size == DEPTH

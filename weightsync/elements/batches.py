@@ -12,7 +12,7 @@ BATCH_BYTES = 4 << 20
 _BATCHES = 32
 """Batches that a small state is cut into, so that no thread is left with a long last one."""
 _AT_ONCE = 4
-"""With a limit, one thread's batch takes at most this part of it."""
+"""With a limit, one thread's batch takes at most one part in this many of the limit."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -26,7 +26,7 @@ class Batch(NamedTuple, Generic[_T]):
 def each(
     pool: Executor, work: Callable[[_T], _R], items: Sequence[_T], size_bytes: Callable[[_T], int]
 ) -> list[_R]:
-    """`work` on every item, results in order; raises what the first failing item raised."""
+    """`work` on every item, results in order; raises the error of the first failing item."""
     return [*spread(pool, work, items, size_bytes)]
 
 

@@ -66,7 +66,7 @@ MAX_TENSOR_BYTES = 1 << 40
 class TensorSpec:
     """dtype (safetensors name) and shape of one checkpoint tensor.
 
-    Without slots, so that its properties are cached: they are read several times per tensor and
+    Has no slots, so that its properties can be cached: they are read several times per tensor and
     version.
     """
 
@@ -185,7 +185,7 @@ def tensor_from_bits(bits: Bits, spec: TensorSpec) -> "torch.Tensor":
 
 
 def zero_tensor(spec: TensorSpec) -> "torch.Tensor":
-    """A tensor of zero bits in memory of its own."""
+    """A tensor of zero bits in its own memory."""
     return tensor_from_bits(np.zeros(spec.elements, UNSIGNED_NUMPY[spec.width_bytes]), spec)
 
 

@@ -25,7 +25,7 @@ from weightsync.elements.state_hash import digest_of
 _logger = logging.getLogger("rosemux.weightsync")
 
 SCRATCH_BYTES = 64 << 20
-"""Sums of so many blocks are there at once: a GiB of tensors at a time."""
+"""Memory for the sums of blocks, in bytes: enough for a GiB of tensors at a time."""
 _SUMS_BYTES = 64
 _ALIGNED_BYTES = 16
 _PROOF_BYTES = (xxh3.MIN_BYTES, 4 << 10, (3 << 20) + 5)
@@ -60,8 +60,7 @@ def is_proven(device: torch.device) -> bool:
     try:
         found = kernel_digests([torch.from_numpy(part).to(device) for part in data])
     except Exception as error:
-        # Without Triton, without a C compiler for its launcher, or on a GPU that it does not
-        # support.
+        # No Triton, no C compiler for its launcher, or a GPU that Triton does not support.
         _logger.warning("weights of %s are hashed on the host: %r", device, error)
         return False
     if found != [digest_of(part) for part in data]:
@@ -128,10 +127,10 @@ def _states(
 
 
 def next_blocks(left: Int64s, blocks: int) -> Int64s:
-    """How many blocks of each tensor come next, `blocks` at most in all.
+    """Number of next blocks of each tensor, at most `blocks` in all.
 
-    Equally many where they are there: so the longest chain is never left to walk alone for longer
-    than it must.
+    The tensors get equal numbers where possible, so that the longest chain walks alone as briefly
+    as possible.
     """
     level = bisect_right(
         range(int(left.max()) + 1), blocks, key=lambda level: int(np.minimum(left, level).sum())

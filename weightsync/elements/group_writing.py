@@ -119,7 +119,7 @@ def _take_gaps(
         at += _ONE
         gap += byte
         group_gaps[found] = gap
-        # Without a branch, since long gaps occur at random.
+        # Branch-free, since long gaps occur at random.
         is_over = np.uint64(byte != np.uint64(_ESCAPE))
         total += gap * is_over
         gap *= _ONE - is_over

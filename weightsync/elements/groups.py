@@ -2,7 +2,7 @@
 
 A gap is the number of unchanged elements before a change. The low bits of a group's gaps are stored
 as planes, one word for each bit of all its gaps; the bits above them form one bit string for all
-groups, in unary: that many zeros and a one. This is as small as a compressor's entropy coding if
+groups, in unary: zeros and a closing one. This is as small as a compressor's entropy coding if
 changes are spread uniformly, and sixty-four gaps are read in a few vector instructions and a count
 of zeros each.
 

@@ -21,7 +21,7 @@ APPLIED_BYTES = 2 << 10
 """Changed, then hashed. So little that the memory behind it, which the processor fetches by itself
 while a block is hashed from its start to its end, is there when the next one is changed."""
 _AHEAD_BYTES = 4 << 10
-"""Memory is asked for so far ahead as well: no processor fetches across a page by itself."""
+"""Distance of explicit prefetches, in bytes: no processor fetches across a page by itself."""
 _ESCAPE = np.uint64(255)
 
 
@@ -29,7 +29,7 @@ _ESCAPE = np.uint64(255)
 def zigzag(difference: np.uint64, mask: np.uint64) -> np.uint64:
     """The code of a difference modulo `mask` + 1: 0, -1, 1, -2 become 0, 1, 2, 3.
 
-    Without branches: signs are random, and a misprediction costs more than the rest.
+    Branch-free: signs are random, and a misprediction costs more than the rest.
     """
     negative = np.uint64(difference > (mask >> _ONE))
     return ((difference << _ONE) ^ (_NONE - negative)) & mask
@@ -179,7 +179,7 @@ def pack_signs(signs: Bytes, packed: Bytes) -> None:
 def write_planes(old: Bits, new: Bits, planes: npt.NDArray[np.uint8]) -> None:
     """Zigzag differences of all elements, one row per byte."""
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
-    # One row after another: a loop over many elements is what the vector unit is for.
+    # One row after another: the vector unit handles a loop over many elements best.
     for plane in range(planes.shape[0]):
         shift = np.uint64(8 * plane)
         for i in range(old.size):

@@ -110,7 +110,7 @@ def put_signs(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     )
 )
 def join_planes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """(data, at, planes, values): 64 values of so many planes, a word each from byte `at` on."""
+    """(data, at, planes, values): 64 values of `planes` planes, one word each from byte `at` on."""
     joined = joined_planes(context, builder, signature.args[0], *args[:3])
     into = context.make_array(signature.args[3])(context, builder, args[3]).data
     builder.store(joined, builder.bitcast(into, joined.type.as_pointer()), align=2)
@@ -125,7 +125,7 @@ def prefetch(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @generated(lambda bits, _at, _ahead_bytes: types.void(bits, types.int64, types.int64))
 def prefetch_lanes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """(bits, at, ahead_bytes): asks for what lies so far behind the 64 elements from `at` on."""
+    """(bits, at, ahead_bytes): prefetches memory `ahead_bytes` after 64 elements from `at` on."""
     kind = signature.args[0]
     data = context.make_array(kind)(context, builder, args[0]).data
     first = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
@@ -170,7 +170,7 @@ def each_lane(builder: Any, value: Any) -> Any:
 def joined_planes(
     context: Any, builder: Any, array_type: Any, array: Any, at: Any, planes: Any
 ) -> Any:
-    """64 values of so many planes, as one vector."""
+    """64 values of `planes` planes as one vector."""
     vector, bits = (ir.VectorType(ir.IntType(n), LANES) for n in (16, 1))
     joined = cgutils.alloca_once_value(builder, ir.Constant(vector, [0] * LANES))
     with cgutils.for_range(builder, planes) as loop:

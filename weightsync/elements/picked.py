@@ -1,7 +1,7 @@
 """Compresses the lanes of a 64-lane vector that a mask picks to the front.
 
 Processors with one instruction for it compare two states in half the time; on others LLVM emits
-some three hundred, and `IS_QUICK` is False. As in lanes.py no bounds are checked: each function
+some three hundred, and `IS_QUICK` is False. The functions check no bounds, as in lanes.py: each
 writes up to 64 elements after the picked ones.
 """
 

@@ -66,7 +66,7 @@ class Room(NamedTuple):
     """Small changes of one block. Every buffer has two groups of lanes to spare."""
     far: Offsets
     minus: Bytes
-    """One byte per small change, 1 if it is by minus one."""
+    """One byte per small change; 1 for a change by minus one."""
     gaps: Bytes
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
@@ -84,7 +84,7 @@ def scan_counting(
     room: Room,
     sums: Accumulators,
 ) -> Scan:
-    """Append the changes of the elements `start` to `stop` to those of `scan`.
+    """Append the changes of the elements `start` to `stop` to the changes of `scan`.
 
     `data` is `new` as bytes, which `sums` absorbs up to `stop`; `start` begins a block.
     """

@@ -1,7 +1,7 @@
 """The hash of a whole checkpoint state: xxh3-128 per tensor, combined in name order.
 
-It is defined on the bits in checkpoint layout, so it is the same for a trainer's state dict, a
-stored checkpoint and what an engine reads back from its runtime storage.
+It is defined on the bits in checkpoint layout, so a trainer's state dict, a stored checkpoint and
+an engine's read-back runtime storage have equal hashes.
 """
 
 import zlib

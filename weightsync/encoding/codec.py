@@ -1,7 +1,7 @@
 """Per-tensor encodings: old and new bits to a payload, and a payload back to a checked delta.
 
-`dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
-index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
+`dense` is the new tensor; `xor` and `overwrite` equal the shared Hugging Face index layout's byte
+for byte; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
 takes the smaller of `rosemux` and `dense`, which can be composed; delta.py reads payloads back.
 
@@ -112,12 +112,12 @@ def encode_streams(old: Bits, new: Bits) -> Encoded | None:
 def composed(
     changes: Iterable[tuple[Encoding, memoryview]], spec: TensorSpec, digest: str
 ) -> Encoded | None:
-    """Consecutive changes of one tensor as a single one, None if they cancel out; `digest` is of
-    the bits that they lead to.
+    """Consecutive changes of one tensor as a single change, None if they cancel out; `digest`: of
+    the resulting bits.
 
     Needs no old bits: `rosemux` adds differences modulo the element width, so that differences add
-    up in a tensor of zeros, and `dense` replaces whatever was there. Raises Corrupt, and
-    Unsupported for other encodings.
+    up in a tensor of zeros, and `dense` replaces all earlier bits. Raises Corrupt, and Unsupported
+    for other encodings.
     """
     total = bits_from_bytes(np.zeros(spec.size_bytes, dtype=np.uint8), spec)
     is_dense = False
@@ -230,7 +230,7 @@ def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
 
 
 def _warm_up(width_bytes: int) -> None:
-    """One change in each form that a payload may have, written and applied."""
+    """Writes and applies one change in each form that a payload may have."""
     old = np.zeros(_WARM_ELEMENTS, dtype=UNSIGNED_NUMPY[width_bytes])
     new = old.copy()
     new[::8], new[1] = 1, 9

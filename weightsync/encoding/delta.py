@@ -166,7 +166,7 @@ def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
 
 
 def decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
-    # Compiled loops tell arrays that may be written from others: one kind is enough.
+    # Read-only, because numba compiles a loop again for writable arrays.
     reader = PayloadReader(payload.toreadonly())
     layout, elements, width = rosemux_layout(reader, spec), spec.elements, spec.width_bytes
     delta: Delta

@@ -81,7 +81,7 @@ class GroupedDelta:
         return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> "OpenedGroups":
-        """The same changes of elements of `width_bytes`, for callers with loops of their own."""
+        """These changes, for elements of `width_bytes`, for callers with their own loops."""
         low_bits, small, far, codes = _parts(self.payload, self.row)
         both = np.stack([low_bits & MAX_LOW_BITS, low_bits >> 4], axis=1).reshape(-1)
         wide = self.payload[self.row[_END] :].reshape(-1, INDEX_BYTES + width_bytes)
@@ -306,7 +306,7 @@ def _write_codes(planes: npt.NDArray[np.uint8], codes: Bytes, wide: npt.NDArray[
 
 @compiled
 def _put(payload: Bytes, at: int, part: Bytes) -> int:
-    # Not a slice, for which numba compiles how its shapes read in an error.
+    # A loop, because for a slice numba would compile the text of shape errors.
     for i in range(part.size):
         payload[at + i] = part[i]
     return at + part.size

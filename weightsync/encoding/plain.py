@@ -37,7 +37,7 @@ _PAYLOAD_BYTES = 3 + 5 * 9 + 11 * (1 + RAW_BELOW_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class PlainDelta:
-    """One of many payloads in the same bytes, checked."""
+    """A checked payload that shares its bytes with many others."""
 
     elements: int
     payloads: Bytes
@@ -49,7 +49,7 @@ class PlainDelta:
         return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> SparseDelta:
-        """The same changes of elements of `width_bytes`, for callers with loops of their own."""
+        """These changes, for elements of `width_bytes`, for callers with their own loops."""
         start, step, far = (int(self.row[column]) for column in (_PLANES, _PLANE_STEP, _FAR))
         planes = [self._stream(start + step * plane, far) for plane in range(width_bytes)]
         return SparseDelta(
@@ -68,7 +68,7 @@ def plain_deltas(
     data: Bytes, places: Sequence[tuple[int, int]], specs: Sequence[TensorSpec]
 ) -> list[PlainDelta | None]:
     """Deltas of `rosemux` payloads at (begin, end) `places` in `data`, whose memory they share;
-    None for one that is not plain, valid or not."""
+    None for a payload that is not plain, whether valid or not."""
     payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
     elements = [spec.elements for spec in specs]
     rows = np.zeros((len(specs), _COLUMNS), dtype=np.int64)

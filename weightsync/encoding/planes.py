@@ -18,7 +18,7 @@ from weightsync.encoding.stream import LargePayload, StreamPacker, pack_stream, 
 from weightsync.encoding.varint import PayloadReader, varint
 
 PLANES = 1
-"""The layout of a payload that holds such streams."""
+"""Layout number of a payload of plane streams."""
 RUN_ELEMENTS = 1 << 20
 _Rows: TypeAlias = npt.NDArray[np.uint8]
 _PREFIX_BYTES = 16

@@ -30,8 +30,8 @@ _ANNOUNCES = 0xE0
 class LargePayload:
     """Bytes that are appended, up to `room_bytes`; a header may be prepended at the end.
 
-    In pages of its own, which exist once written and return to the system at once. Heap memory
-    would not, since a trainer's own allocations lie in between.
+    Separate pages hold the bytes: they exist once written and return to the system at once. Heap
+    memory would not, since a trainer's allocations lie in between.
     """
 
     def __init__(self, room_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""LoRA adapters as versions of their own, in a store of their own.
+"""LoRA adapters as separate versions in a separate store.
 
 An adapter's manifest names the store, version and state hash of the base that it was trained on; a
 receiver that holds another base refuses it. The PEFT configuration travels beside the index as a
-checked small file. Decides what fits what; never reads a tensor.
+checked small file. Decides which adapter fits which base; never reads a tensor.
 """
 
 import re

@@ -109,7 +109,7 @@ def decoded_record(raw: bytes) -> ApplyRecord:
 
 
 def read_record(directory: Path) -> ApplyRecord | None:
-    """The record, None if there is none; raises Corrupt."""
+    """The record; None without a record. Raises Corrupt."""
     try:
         with (directory / RECORD_FILE).open("rb") as file:
             raw = file.read(MAX_RECORD_BYTES + 1)

@@ -17,7 +17,7 @@ _DIGITS = 16
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
-    """The chunk length of a file of about this size; 0 where it is one chunk."""
+    """The chunk length of a file of about this size; 0 if the file is one chunk."""
     if size_bytes <= MIN_CHUNK_BYTES:
         return 0
     chunk = MIN_CHUNK_BYTES
@@ -36,7 +36,7 @@ def chunk_digest(data: Bytes) -> str:
 
 
 def digest_at(digests: str, chunk: int) -> str:
-    """One chunk's, out of all in a row."""
+    """The digest of one chunk from the joined digests of all."""
     return digests[_DIGITS * chunk : _DIGITS * (chunk + 1)]
 
 

@@ -34,7 +34,7 @@ from weightsync.layout.slices import SliceRecord
 
 
 def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
-    """The delta of `box` alone, in memory of its own. `width_bytes`: of an element."""
+    """The delta of `box` alone, in its own memory. `width_bytes`: of an element."""
     return cut_deltas(delta, [box], width_bytes)[0]
 
 
@@ -141,7 +141,7 @@ def _streams(
 
 
 def _read_only(data: Bytes) -> Bytes:
-    """Compiled loops tell arrays that may be written from others: one kind is enough."""
+    """A read-only view, because numba compiles a loop again for writable arrays."""
     seen = data.view()
     seen.flags.writeable = False
     return seen

@@ -50,7 +50,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _always_written() -> dict[str, Encoding]:
-    """Not `dict`, whose empty value would be omitted: an index always has `encodings`."""
+    """Unlike `dict`, whose empty value would be omitted: an index always has `encodings`."""
     return {}
 
 
@@ -131,7 +131,7 @@ def without_chunks(manifest: Manifest) -> Manifest:
 
 def encoded_manifest(manifest: Manifest) -> bytes:
     """Serialise the index of a version for publishing: compressed if it is large and no other
-    system could read what it lists. Raises Unsupported for a larger one than readers take."""
+    system could read what it lists. Raises Unsupported for an index too large for readers."""
     delta = not manifest.is_full
     base = manifest.base_version
     metadata = IndexMetadata(

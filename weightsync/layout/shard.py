@@ -91,7 +91,7 @@ def shard_chunks(
     *,
     may_pack: bool = False,
 ) -> Iterator[Any]:
-    """The file's bytes, as buffers to write in order; each tensor's are `read` in its turn.
+    """The file's bytes, as buffers to write in order; calls `read` for one tensor after another.
 
     With `may_pack`, the header of many payloads is packed, which only this module reads; `metadata`
     then has the checksum of each.

@@ -77,7 +77,7 @@ class SlicedDelta:
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """The entries of a checkpoint that are slices; empty for one that is stored whole."""
+    """The entries of a checkpoint that are slices; empty if all tensors are stored whole."""
 
     records: Mapping[str, SliceRecord] = field(default_factory=dict)
     """Slice records by entry name."""

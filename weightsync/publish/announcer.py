@@ -1,4 +1,4 @@
-"""Tells gateways of the newest version, on a thread of its own: no publish waits for one or fails.
+"""Announces the newest version to gateways on a separate thread: no publish waits or fails.
 
 A newer version takes the place of one that is still being announced.
 """
@@ -122,5 +122,5 @@ def _state_of(reply: bytes) -> AnnounceState:
     try:
         active = msgspec.json.decode(reply, type=VersionSwitched).active
     except UNDECODABLE:
-        active = True  # Taken all the same.
+        active = True  # The gateway has accepted the version anyway.
     return AnnounceState.SERVED if active else AnnounceState.NOT_ACTIVE

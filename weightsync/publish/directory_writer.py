@@ -167,7 +167,7 @@ class DirectoryWriter:
                 leftover.unlink()
 
     def _is_owner(self) -> bool:
-        # Opened anew: a network file system looks at the server then.
+        # Reopened: a network file system then asks the server.
         with refusals(self._root):
             return (self._root / _LOCK_FILE).read_bytes() == self._owner
 

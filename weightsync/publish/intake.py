@@ -57,8 +57,8 @@ class Part:
 
 
 def part_of(name: str, value: Any) -> Part | None:
-    """This rank's part, None if it is empty or another rank's; raises Unsupported for placements
-    that a checkpoint cannot represent."""
+    """This rank's part; None if the part is empty or another rank's; raises Unsupported for
+    placements that a checkpoint cannot represent."""
     if isinstance(value, ShardSlice):
         return _part(value.tensor, value.record(name))
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
@@ -223,7 +223,7 @@ def _begin(piece: Piece) -> int:
 
 
 def _place(piece: Piece) -> object:
-    """Equal for whole tensors that are the same view of the same memory; None for all others."""
+    """A key, equal for whole tensors with equal views of one memory; None for other tensors."""
     tensor = piece.tensor
     if tensor is None or piece.record or tensor.device.type == "meta" or tensor.numel() == 0:
         return None

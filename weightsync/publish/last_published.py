@@ -95,7 +95,7 @@ class MappedFile:
         temporary.rename(self._record)
 
     def recorded(self) -> bytes:
-        """The record; raises OSError if there is none."""
+        """The record; raises OSError without a record."""
         return self._record.read_bytes()
 
     def forget_record(self) -> None:

@@ -81,7 +81,7 @@ class ObjectDraft:
 
 
 class _Interruptible:
-    """Iterates over `read` anew each time, until the draft is closed."""
+    """Restarts `read` at each iteration, until the draft is closed."""
 
     def __init__(self, read: Callable[[], Iterator[Any]], stop: Event) -> None:
         self._read = read

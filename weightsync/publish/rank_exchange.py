@@ -168,7 +168,7 @@ class RankZero:
         if received is None or received.call in self._refused:
             return None
         if not _CALL.fullmatch(received.call):
-            # It becomes part of file names.
+            # The call's number becomes part of file names.
             raise PeerProtocolError(f"rank {rank}: the call {received.call[:80]!r} is no number")
         if received.step > self._step:
             self._is_over = True
@@ -226,9 +226,9 @@ class OtherRank:
         )
 
     def fail(self, error: Exception) -> Exception | None:
-        """Rank 0 hears of it where it listens next, unless it was rank 0 that ended it.
+        """Sends the error to rank 0, unless rank 0 has failed.
 
-        Returns what rank 0 gave up for before: then this error is only its consequence.
+        Returns the error with which rank 0 gave up before: `error` is then its consequence.
         """
         if self._is_over:
             return None

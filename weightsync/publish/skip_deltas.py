@@ -75,11 +75,11 @@ class SkipDeltas:
         self._lead = lead
         self._shard_bytes = shard_bytes
         self._maker = _Maker(store.reader(), spool_dir)
-        # A daemon, so that no trainer's exit waits for it. It holds nothing that keeps the store.
+        # A daemon thread, so that no trainer's exit waits for it. It holds no lock on the store.
         self._thread = Thread(target=self._maker.run, name="weight-skip", daemon=True)
 
     def published(self, version: WeightVersion) -> None:
-        """Write those that are finished, and queue those that `version` makes due."""
+        """Write finished skip deltas, and queue the skip deltas that `version` makes due."""
         self._write_all()
         for base in due_bases(version, full=self._lead.newest_full):
             if self._maker.due.qsize() < _WAITING:
@@ -126,7 +126,7 @@ class SkipDeltas:
 
 
 class _Maker:
-    """Composes in a thread of its own what is put into `due`, until None is."""
+    """Composes the skip deltas put into `due` in a separate thread, until None is put."""
 
     def __init__(self, reader: Store, spool_dir: Path | None) -> None:
         self.reader = reader

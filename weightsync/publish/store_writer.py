@@ -58,7 +58,7 @@ class Draft(Protocol):
 
 
 class StoreWriter(Protocol):
-    """The one writer of a store. Errors as those of a draft."""
+    """The one writer of a store. Raises the errors of a draft."""
 
     store: Store
 

@@ -69,7 +69,7 @@ class VersionWriter:
         self._newest = writer.newest()
         latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
         self._check_kind(latest)
-        # Nothing builds on an orphan, so no chain begins with one.
+        # No version builds on an orphan, so no chain begins with an orphan.
         self._full_versions = {each for each in fulls if latest is None or each <= latest}
         self._known: Contents | None = None
         """All ranks' entries in LATEST."""
@@ -129,7 +129,7 @@ class VersionWriter:
         since_full = version - self.newest_full
         anchor_due = bool(order.base) and since_full >= self._anchor_every
         self._make_room(size, anchor_due=anchor_due)
-        # From here on an object may have this number, whatever fails.
+        # From here on an object may have this number, even after a failure.
         self._newest = version
         self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
         if not order.base:
@@ -223,7 +223,7 @@ class VersionWriter:
         manifest = self._manifest(version, base, written, names, state_hash, bytes_dense)
         index = encoded_manifest(manifest)
         if len(index) > MAX_INDEX_BYTES:
-            # Without chunk digests, readers of a part must read the whole shard.
+            # Drops the chunk digests; readers of a part must then read the whole shard.
             index = encoded_manifest(without_chunks(manifest))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(
@@ -320,7 +320,7 @@ def superseded(
 ) -> tuple[VersionRef, ...]:
     """The directories to delete, oldest first. All others stay reachable from a full checkpoint.
 
-    `full_versions` are those with a full checkpoint, as anchor or as the version itself. The newest
+    `full_versions`: versions with a full checkpoint, as anchor or as the version itself. The newest
     of them at or below the oldest version to keep becomes the store's new beginning.
     """
     oldest_kept = latest - keep_versions + 1
@@ -338,8 +338,8 @@ def making_room(
 ) -> tuple[VersionRef, ...] | None:
     """The fewest directories to delete, oldest first, so that `needed_bytes` more fit.
 
-    `latest` stays reachable whatever the next version becomes: skip deltas go first. None where
-    that leaves too little.
+    `latest` stays reachable whatever the next version becomes: skip deltas go first. None if that
+    leaves too little room.
     """
     skips = tuple(ref for ref in sizes if ref.kind is Kind.SKIP)
     beginnings = sorted({0, *(version for version in full_versions if version <= latest)})

@@ -37,7 +37,7 @@ class MemoryRoom:
         return self.limit_bytes // 2
 
     def keep(self, size_bytes: int) -> bool:
-        """Whether so many more bytes may stay in memory; if so they count until given back."""
+        """Whether `size_bytes` more may stay in memory; if so, they count until given back."""
         fits = self._kept_bytes + size_bytes <= self.limit_bytes // 2
         self._kept_bytes += size_bytes if fits else 0
         return fits

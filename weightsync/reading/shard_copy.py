@@ -46,7 +46,7 @@ class ShardCopy:
         self._is_whole = False
         self._here: set[int] = set()
         self.bytes_read = 0
-        """Bytes requested of the source so far."""
+        """Number of bytes requested from the source so far."""
 
     @property
     def has_chunks(self) -> bool:

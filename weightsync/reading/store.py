@@ -42,7 +42,7 @@ _HEAD_BYTES = 64 << 10
 
 
 class Store:
-    """Reads one store: a directory, a URL or a source. Raises ConfigError if there is none."""
+    """Reads one store: a directory, a URL or a source. Raises ConfigError without a store."""
 
     def __init__(
         self, at: Path | str | StoreSource, *, base_checkpoint: Path | str | None = None

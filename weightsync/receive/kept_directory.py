@@ -41,7 +41,7 @@ class KeptDirectory:
             self._lock = locked(directory / _LOCK_FILE, taken=taken)
         self.record: ApplyRecord | None = None
         self.checkpoint: Checkpoint | None = None
-        """The files; None if they are no whole checkpoint."""
+        """The files; None without a whole checkpoint."""
         self.digests: Digests = {}
         """xxh3-128 of each tensor in the files."""
         try:

@@ -151,8 +151,8 @@ def plans(
 def _alternating(
     skipping: _Walk, over_skips: Iterator[PullPlan], by_singles: Iterator[PullPlan]
 ) -> Iterator[PullPlan]:
-    """The best way over skip deltas, those without any, the others: a broken skip delta would be
-    read again behind each full checkpoint."""
+    """The best way over skip deltas, then ways without skip deltas, then the others: a broken skip
+    delta would be read again after each full checkpoint."""
     first = next(over_skips, None)
     if first is not None:
         yield first

@@ -107,7 +107,7 @@ class Staged:
         """Approximate memory for writing a tensor, beside the target, in bytes."""
         size, box = self.layout[name].size_bytes, self.parts.boxes[name]
         if self.full is not None:
-            # What is between the columns of a box is read too.
+            # The bytes between the columns of a box are read too.
             around = bounds(box, self.layout[name].width_bytes)
             return size if box.is_whole else size + around.size_bytes
         return size + max((delta_bytes(delta) for delta in self.deltas[name]), default=0)
@@ -116,7 +116,7 @@ class Staged:
 def expected_of_parts(
     state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
 ) -> Expected:
-    """Expected digests of tensors held whole; those held in part have no published digest."""
+    """Expected digests of tensors held whole; a tensor held in part has no published digest."""
     cut = parts.cut
     digests = {
         entry: table[entry]
@@ -160,7 +160,7 @@ def check_foreign(name: str, algorithm: str, checksum: str, bits: Bits) -> None:
 
 
 def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -> Staged:
-    """Try the deltas of a foreign store on copies of what `read` gives; raises Corrupt.
+    """Try the deltas of a foreign store on copies of the tensors from `read`; raises Corrupt.
 
     Shards of ours have digests, so that damage is found while they are read. A foreign delta is
     only known to be whole by the tensor that it leads to.
@@ -172,7 +172,7 @@ def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -
         check_foreign(name, *staged.expected.checksums[name], bits)
 
     if staged.full is None and not staged.tried:
-        # A follower that finishes an interrupted apply leaves out what is there already.
+        # A follower that finishes an interrupted apply omits tensors that are written already.
         names = [name for name in staged.expected.checksums if name in staged.deltas]
         list(staged.room.spread(pool, attempt, names, staged.lent_bytes))
     return replace(staged, tried=True)
@@ -219,7 +219,7 @@ def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
 
 
 def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
-    """Returns the digest of what should be there now."""
+    """Writes a part; returns the digest that it should have now."""
     if staged.full is None:
         new: Bits = target.bits(name).copy()
         apply_all(staged.deltas[name], new)

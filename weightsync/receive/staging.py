@@ -172,7 +172,7 @@ class Staging:
             )
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
-        """Decode every change, so that a broken one is found now; keep those that fit."""
+        """Decode every change, so that a broken change is found now; keep the changes that fit."""
         where = step.ref.directory
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
@@ -226,7 +226,7 @@ class Staging:
         return plain if 2 * plain_bytes >= all_bytes else {}
 
     def _decoded(self, stored: Mapping[str, StoredDelta]) -> dict[str, list[Delta]]:
-        """As `_plain`: decoded deltas as far as they fit into memory, the others as stored."""
+        """Like `_plain`: decoded deltas as far as they fit into memory, the others as stored."""
 
         def decoded(entry: str) -> list[Delta]:
             delta = stored[entry]
@@ -278,7 +278,7 @@ class Staging:
                 ) from error
 
     def _check_table(self) -> None:
-        """Check that the digests that the shards tell hash to the published state."""
+        """Check that the shards' digests hash to the published state."""
         published = self._plan.manifest.state_hash
         is_complete = self._table.keys() == self._read.entries.keys()
         if not is_complete or state_hash.combined(self._table, self._read.entries) != published:

@@ -52,8 +52,8 @@ class HostTarget:
 
 
 class TensorTarget(HostTarget):
-    """CPU tensors by checkpoint name, changed in place. Names of one memory, as of tied weights,
-    are changed once."""
+    """CPU tensors by checkpoint name, changed in place. Several names of one memory, such as tied
+    weights, are changed once."""
 
     def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
         for name, tensor in tensors.items():

@@ -61,7 +61,7 @@ class CachedObject:
 def evicted(
     held: Iterable[CachedObject], *, capacity_bytes: int
 ) -> tuple[CachedObject, ...] | None:
-    """The least recently used to drop, so that the rest fits; None if those in use are too many."""
+    """The least recently used to drop, so that the rest fits; None if used ones are too many."""
     ordered = sorted(held, key=lambda one: (one.used_at, one.path))
     over = sum(one.size_bytes for one in ordered) - capacity_bytes
     doomed = []

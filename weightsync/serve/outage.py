@@ -91,7 +91,7 @@ async def _until_answered(probe: Callable[[], Awaitable[object]]) -> None:
 
 
 class CachedReplies:
-    """Callers have checked the names. Not thread-safe."""
+    """Cached replies by names that the callers have checked. Not thread-safe."""
 
     def __init__(self, cache: Path) -> None:
         self._root = cache / _DIRECTORY
@@ -123,7 +123,7 @@ class CachedReplies:
     def keep_index(
         self, store: str, version: str, raw: bytes, files: Mapping[str, PublishedFile]
     ) -> None:
-        """`files` are those of the index."""
+        """`files`: files named by the index."""
         self._files[store, version] = (raw, files)
         self._write(store, version, raw)
         here = sorted((v for of, v in self._files if of == store), key=_age)

@@ -1,4 +1,4 @@
-"""An index read without a framework: a version's shards for a relay, a line for people."""
+"""Reads an index without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +25,7 @@ class PublishedFile:
     """Key of a cached copy: other content has another key."""
     size_bytes: int | None
     xxh3_128: str | None
-    """None for a foreign store, whose receivers check every tensor."""
+    """Digest of the file; None for a foreign store, whose receivers check every tensor."""
 
 
 def published_files(index: bytes) -> Mapping[str, PublishedFile]:

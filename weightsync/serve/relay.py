@@ -99,8 +99,8 @@ class RelayShelf:
         )
 
     def _newest_here(self, store: str) -> bytes | None:
-        """The newest version that can be served, among those that upstream named in LATEST: its
-        readers may have come to it by an anchor, or a skip delta on such a version, alone."""
+        """The newest version that can be served, among versions that upstream named in LATEST:
+        readers may have reached it by an anchor, or a skip delta on such a version, alone."""
         latest = self._replies.latest(store)
         refs = [ref for name in self._whole_versions(store) if (ref := named_ref(name))]
         here: set[WeightVersion] = set()
@@ -173,7 +173,7 @@ class RelayShelf:
             lambda: self._replies.index(store, directory),
             lambda: self._shelf.latest(store, None, wait_s=0.0),
         )
-        # One at a time and beside the loop: a large one takes seconds.
+        # One index at a time and outside the loop: a large index takes seconds.
         async with self._parsing:
             files = self._indexes.get((store, directory))
             if files is None or self._replies.index(store, directory) != raw:
@@ -280,8 +280,8 @@ class _HeldFile:
 
 
 def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:
-    """Reads a span and writes it in its place. The file is opened anew: this runs in a thread that
-    may outlive the object."""
+    """Reads a span and writes it in its place. The file is reopened: this runs in a thread that may
+    outlive the object."""
     data = memoryview(bytearray(span.size_bytes))
     source.read_range(path, span.start, data)
     with into.open("r+b", buffering=0) as file:

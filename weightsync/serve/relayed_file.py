@@ -14,7 +14,7 @@ _RUN_BYTES = 2 << 20
 """Bytes of one pull; readers see them once the whole pull has arrived."""
 
 Pull = Callable[[ByteSpan], Awaitable[None]]
-"""Write a span of the shard into its file; raises what the source raises."""
+"""Write a span of the shard into its file; raises the source's errors."""
 
 
 class RelayedFile:
@@ -119,7 +119,7 @@ class RelayedFile:
         try:
             await self._pull(run)
         except Exception as error:
-            # Its readers retry, and request these bytes again.
+            # Readers of the run retry and request these bytes again.
             chunks.lost(run)
             if isinstance(error, Corrupt):
                 self._fail(error)
@@ -158,7 +158,7 @@ class RelayedFile:
         """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
-            # What a failing disk keeps is never served again.
+            # A copy on a failing disk is never served again.
             with suppress(OSError):
                 self._cache.drop(self._held, reason="broken")
 

@@ -86,7 +86,7 @@ class TokenBucket:
         self._at_s: float | None = None
 
     def take(self, size_bytes: int, *, now: float) -> float:
-        """Seconds to wait before these bytes may be sent. They count as sent from here on."""
+        """Seconds to wait before `size_bytes` may be sent. The bytes count as sent from now on."""
         earned = 0.0 if self._at_s is None else max(0.0, now - self._at_s) * self._rate
         self._at_s = now if self._at_s is None else max(now, self._at_s)
         self._level_bytes = min(self._burst_bytes, self._level_bytes + earned) - size_bytes

@@ -1,4 +1,4 @@
-"""A weight server's source of files: stores by name, whatever keeps them.
+"""A weight server's source of files: stores by name, on any storage.
 
 `SourceShelf` reads every file in place; relay.py's shelf keeps copies. Both belong to one event
 loop and read in threads.
@@ -41,8 +41,8 @@ class LatestWatch:
         self._turn_knew: bytes | None = None
 
     async def after(self, known: bytes | None, wait_s: float) -> bytes | None:
-        """LATEST once it differs from `known`, or as it is after `wait_s`. Raises what `ask`
-        raises."""
+        """LATEST once it differs from `known`, or as it is after `wait_s`. Raises the errors of
+        `ask`."""
         found = await self._ask(None, 0.0)
         until_s = self._clock.now() + wait_s
         while found == known and (left_s := until_s - self._clock.now()) > 0:
@@ -128,7 +128,7 @@ class SourceShelf:
         self._waits.shutdown(wait=False, cancel_futures=True)
 
     def store(self, name: str) -> OpenStore:
-        """An open store; raises FileNotFoundError if there is none of that name."""
+        """An open store; raises FileNotFoundError for an unknown name."""
         if name not in self._open:
             if len(self._open) >= _MAX_STORES:
                 oldest = next(iter(self._open))

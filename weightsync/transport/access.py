@@ -45,7 +45,7 @@ class Access:
 
     @classmethod
     def from_environment(cls, **given: Path | None) -> Self:
-        """The environment's files, but for those that a command gives. Raises ConfigError."""
+        """The environment's files, where a command gives no file. Raises ConfigError."""
         files: dict[str, Any] = {name: path for name, path in given.items() if path}
         for name, variable in VARIABLES.items():
             if path := os.environ.get(variable):

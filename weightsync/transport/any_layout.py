@@ -106,14 +106,14 @@ class AnyLayoutSource(StoreSource):
 
     def _layout(self, *, again: bool = False) -> ForeignLayout | None:
         """The store's foreign layout; None for ours, and before the first complete version. `again`
-        lists the store anew: another system may have written or replaced its versions."""
+        lists the store again: another system may have written or replaced its versions."""
         is_found = self._is_ours or self._found is not None
         if is_found and not again:
             return self._found
         try:
             names = self._source.directories()
         except FileNotFoundError:
-            # A trainer that begins anew clears its directory first.
+            # A restarting trainer clears its directory first.
             self._names = frozenset()
             return self._found
         if not is_found or kinds(names) != kinds(self._names):
@@ -130,7 +130,7 @@ class AnyLayoutSource(StoreSource):
             return None
 
     def _versions(self, layout: ForeignLayout) -> list[int]:
-        """As of the last look at the names."""
+        """Versions in the folder `below`, or else among the names last read."""
         if not layout.below:
             return layout.versions(self._names)
         try:
@@ -163,14 +163,14 @@ class AnyLayoutSource(StoreSource):
         return (None, *self._at(layout, path)) if made is None else (made, self._source, path)
 
     def _made(self, layout: ForeignLayout, path: str) -> bytes | None:
-        """An index that the store does not have in this form; None for every other file."""
+        """The index in our form, which the store does not have; None for every other file."""
         directory, _, file = path.partition("/")
         if file != INDEX_FILE:
             return None
         if directory == _BASE and self._base is not None:
             return self._base.index
         source, there = self._at(layout, path)
-        # Before the bytes: a stamp that is too old only makes a reader begin anew.
+        # Reads the stamp before the bytes: a stamp that is too old only makes a reader restart.
         stamp = source.stamp(there)
         if layout.pointer is not None:
             stamp = f"{self._pointed(layout.pointer)[0]} {stamp}".strip()

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint as version 0 of a store: the deltas of other trainers build on it.
 
-Its index is made from its shards' headers, because the checkpoint's own may be missing and names no
-version. Serves the shards alone, and writes nothing.
+The index is made from the shards' headers, because the checkpoint's own index may be missing and
+names no version. Serves the shards alone, and writes nothing.
 """
 
 from functools import cached_property
@@ -57,7 +57,7 @@ class BaseCheckpoint:
         return frozenset(msgspec.json.decode(self.index)["weight_map"].values())
 
     def _shards(self) -> list[str]:
-        """Those of the checkpoint's own index: beside them there may be a copy in one file."""
+        """The shards named by the checkpoint's index; a copy in one file may lie beside them."""
         names = self.source.directories()
         found = {name for name in names if name.endswith(".safetensors")}
         if INDEX_FILE in names:

@@ -103,7 +103,7 @@ class Connections:
                 connection.close()
 
     def close(self) -> None:
-        """Requests under way end, in whatever thread, and no other is made."""
+        """Ends open requests in all threads, and no further request is made."""
         with self._lock:
             self._closed = True
             idle, self._idle, busy = self._idle, [], set(self._busy)

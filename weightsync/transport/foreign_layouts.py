@@ -43,7 +43,7 @@ class ForeignLayout:
     pointer: str | None = None
     """File that says which version is in force; without it that is the newest complete one."""
     shared: Callable[[bytes, str], bytes] | None = None
-    """From an index's bytes, and their path for messages, to the shared form; None if equal."""
+    """Converts an index's bytes to the shared form, with a path for messages; None if equal."""
 
     def versions(self, names: Iterable[str]) -> list[int]:
         """Numbers of the versions, the newest first. Deltas begin with 1."""

@@ -158,7 +158,7 @@ class HttpSource(StoreSource):
             raise PeerProtocolError(f"{self._url} is no weight server: {error}") from error
 
     def _small(self, path: str, limit_bytes: int) -> bytes:
-        """A whole file, or the one that is remembered where the server says that it is the same."""
+        """A whole file: the server's, or the remembered copy if the server reports no change."""
         with self._lock:
             tag, remembered = self._remembered.get(path, ("", b""))
         headers = {"If-None-Match": tag} if tag and len(remembered) <= limit_bytes else {}
@@ -182,7 +182,7 @@ class HttpSource(StoreSource):
         length = _length(answer)
         if length > limit_bytes:
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
-        # Of its own, since the server may have held the question back.
+        # The body gets its own pace, since the server may have held the request back.
         pace, raw = Backoff(self._access.retries, self._clock), bytearray()
         while len(raw) < length:
             pace.received(len(raw))

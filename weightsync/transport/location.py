@@ -19,7 +19,7 @@ def source_at(
     *,
     base: BaseCheckpoint | None = None,
 ) -> StoreSource:
-    """One store, reached without `access` as the environment says; raises ConfigError.
+    """One store; without `access`, the environment's credentials apply. Raises ConfigError.
 
     `base`: the checkpoint on which another trainer's deltas build.
     """
@@ -63,7 +63,7 @@ class StoreRoot:
         return str(self._location)
 
     def names(self) -> tuple[str, ...]:
-        """The stores that are there."""
+        """Names of the existing stores."""
         if self._is_http:
             from weightsync.transport.http_source import HttpSource
 

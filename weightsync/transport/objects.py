@@ -94,9 +94,9 @@ class Objects:
         self._ask(attempt, writes=True)
 
     def upload(self, path: str, chunks: Iterable[Any]) -> int:
-        """Stream an object in parts and return its size; each attempt iterates `chunks` anew.
+        """Stream an object in parts and return its size; each attempt iterates `chunks` again.
 
-        It exists when this returns; before that the store shows nothing, or a prefix of the bytes.
+        The object exists on return; before that the store shows nothing, or a prefix of the bytes.
         """
 
         def attempt(backoff: Backoff) -> int:

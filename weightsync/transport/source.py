@@ -1,4 +1,4 @@
-"""The source of a store's bytes, whatever it is kept in.
+"""The source of a store's bytes, on any storage.
 
     directory.py      a local or shared file system
     objects.py        any file system that fsspec opens
@@ -87,7 +87,7 @@ class StoreSource(Protocol):
         return
 
     def close(self) -> None:
-        """Release what is held open."""
+        """Close open files and connections."""
         return
 
 

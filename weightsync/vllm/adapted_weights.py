@@ -44,7 +44,7 @@ class _Coming:
 
 
 class AdaptedWeights:
-    """Its methods are called from the engine's own thread."""
+    """The engine's own thread calls its methods."""
 
     def __init__(self, base: EngineWeights, stores: AdapterStores, slots: Slots) -> None:
         self._base = base

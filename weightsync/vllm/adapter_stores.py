@@ -33,7 +33,7 @@ MAX_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCopy:
-    """One version of an adapter. Its bits are immutable."""
+    """One version of an adapter, with immutable bits."""
 
     store: str
     record: AdapterRecord
@@ -80,8 +80,8 @@ class AdapterStores:
         return self._manifests[key]
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
-        """A version, by deltas from `held` where that is cheaper. Raises what Receiver raises, and
-        ConfigError for whole models."""
+        """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,
+        and ConfigError for whole models."""
         receiver = self._receiver(store)
         manifest = self._read_manifest(store, version)
         record = manifest.adapter

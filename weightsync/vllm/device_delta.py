@@ -43,8 +43,8 @@ _UNSIGNED_32 = 0xFFFFFFFF
 
 
 def to_device(data: Bytes, device: torch.device) -> torch.Tensor:
-    """A copy on the device. From pinned memory, where there is one that copies by itself: the host
-    goes on at once, and the allocator keeps the memory until the copy is done."""
+    """A copy on the device. With CUDA the bytes go through pinned memory: the host goes on at once,
+    and the allocator keeps the memory until the copy is done."""
     staging = torch.empty(data.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     np.copyto(staging.numpy(), data)
     return staging.to(device, non_blocking=True)

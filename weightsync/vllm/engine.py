@@ -14,8 +14,8 @@ how far that is: `{"state": "running" | "ready" | "failed" | "asleep", "message"
 works without it and then prepares inside the pause. An update that returns has been verified: the
 state read back from runtime storage is the published one, and the given one where `state_hash` is
 given; anything else is an exception, so HTTP 500. `/collective_rpc {"method": "rosemux_weights"}`
-tells what is loaded. Where stores are is decided by ROSEMUX_WEIGHT_ROOT, never by the wire. Does
-not pause, abort or drop any cache: its caller does.
+reports the loaded versions. Where stores are is decided by ROSEMUX_WEIGHT_ROOT, never by the wire.
+Does not pause, abort or drop any cache: its caller does.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, 
 
 
 class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker; vLLM from 0.25 on calls it between two steps."""
+    """One engine per worker; vLLM from 0.25 on calls it between two steps."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -79,7 +79,7 @@ class _Prepared:
 
 
 class EngineWeights:
-    """Its methods are called from the engine's own thread.
+    """The engine's own thread calls its methods.
 
     `root`: location of the stores. `packed_ahead_bytes`: memory that an update may take for packed
     forms before its pause; further layers are packed in the pause. `staging_bytes`: see Receiver.
@@ -178,7 +178,7 @@ class EngineWeights:
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
     def close(self) -> None:
-        """Free the preparations; a later update begins anew."""
+        """Free the preparations; a later update starts over."""
         self._stager.clear()
         for receiver in self._receivers.values():
             receiver.close()
@@ -248,7 +248,7 @@ class EngineWeights:
         return staged
 
     def _settled(self, receiver: Receiver, staged: Staged, trial: Trial, target: Target) -> Applied:
-        """Raises what the attempt from a full checkpoint raises; the state is then in doubt."""
+        """Raises the errors of the attempt from a full checkpoint; the state is then in doubt."""
         mends = False
         if isinstance(target, LoaderMap) and is_provable(staged):
             try:

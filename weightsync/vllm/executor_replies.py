@@ -46,7 +46,7 @@ def read_all_replies(executor_class: Any, backend: str) -> None:
                 _read_rest(replies)
             raise
         finally:
-            # One that has ended meanwhile has none.
+            # An executor that has ended meanwhile has no queues.
             if getattr(executor, _QUEUES) is replies:
                 setattr(executor, _QUEUES, queues)
 

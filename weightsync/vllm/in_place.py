@@ -90,7 +90,7 @@ def applied_in_place(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tensors that are tried together: those of one packed weight, or a single one."""
+    """Tensors that are tried together: all of one packed weight, or a single tensor."""
 
     names: tuple[str, ...]
     layers: Layers
@@ -185,8 +185,8 @@ def _try_part(
     cut: Collection[str],
     slices: Slices | None,
 ) -> _Tried:
-    """`cut`: tensors that are a part of the checkpoint's only. `slices`: entries of those that are
-    stored in slices; None where nothing is hashed."""
+    """`cut`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors stored
+    in slices; None if nothing is hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
         weight, copies = _weight_copy(target, part)

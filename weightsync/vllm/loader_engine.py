@@ -23,7 +23,7 @@ _REDIRECTED = "rosemux_redirected"
 
 
 class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker."""
+    """One engine per worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -36,7 +36,7 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         redirect(Worker)
 
     def attach(self, worker: Any) -> None:
-        """Learns what vLLM does not tell an engine; once."""
+        """Learns the worker's settings, which vLLM does not pass to an engine; called once."""
         if self._weights is None:
             self._weights = WorkerWeights(self.model, worker.vllm_config, worker.device)
             if self._pace is not None:

@@ -166,7 +166,7 @@ class LoaderMap(HostTarget):
         return dict(found)
 
     def flat_at(self, name: str) -> int | None:
-        """Element offset in its storage of a tensor that is contiguous there; None if it is not."""
+        """Element offset, in its storage, of a contiguous tensor; None if it is not contiguous."""
         if name not in self._flat:
             return None
         return int(self._segments[name][0].destination.storage_offset())
@@ -225,7 +225,7 @@ def recorded(
             memory = _drawn(name, spec)
             address = memory.ctypes.data
             names[address] = name
-            # Views of the tensor keep this memory. What later lies there is another tensor.
+            # Views of the tensor keep this memory; afterwards another tensor may use the address.
             weakref.finalize(memory, names.pop, address)
             yield name, _tensor(memory, spec)
 
@@ -334,7 +334,7 @@ def _drawn(name: str, spec: TensorSpec) -> Bytes:
         )
     words = random.integers(0, 1 << 64, -(-spec.size_bytes // 8), dtype=np.uint64, endpoint=False)
     memory = words.view(np.uint8)
-    # Without the exponent's highest bit no number is infinite or none.
+    # Clears the exponent's highest bit, so that no number is infinite or NaN.
     step = spec.width_bytes // (2 if dtype.is_complex else 1)
     memory[step - 1 :: step] &= 0xBF
     return memory

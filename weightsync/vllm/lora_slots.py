@@ -25,7 +25,7 @@ _PROBE_ID = (1 << 31) - 1
 
 
 class LoraSlots:
-    """`model` is one that vLLM has wrapped for LoRA."""
+    """`model`: a model that vLLM has wrapped for LoRA."""
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
         from vllm.lora.worker_manager import WorkerLoRAManager

@@ -27,7 +27,7 @@ class PacedPool(Executor):
     """Every call is a piece: a batch of megabytes (see batches.py), or one tensor."""
 
     def __init__(self, threads: int, *, settle: Callable[[], None] | None = None) -> None:
-        """`settle` waits for what a piece has left to an accelerator; None where that is nothing"""
+        """`settle` waits for the accelerator work of a piece; None without such work"""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-apply")
         self._settle = settle
         self.pace: Pace | None = None

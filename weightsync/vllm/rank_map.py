@@ -144,14 +144,14 @@ def traced_rank(
 def _boxes(
     name: str, spec: TensorSpec, parts: Sequence[Segment]
 ) -> list[tuple[SliceRecord, torch.Tensor]] | None:
-    """The boxes that the copies are of, with their places; None if one does not lie in its place
-    as it is, or places overlap."""
+    """The boxes of the copies, with their places; None if a box is not stored unchanged in its
+    place, or places overlap."""
     found: dict[tuple[int, int], tuple[SliceRecord, torch.Tensor]] = {}
     for part in parts:
         place, box = part.destination, _box_of(name, spec, part)
         if box is None or not place.is_contiguous() or place.dtype != torch_dtypes()[spec.dtype]:
             return None
-        # A copy that a loader repeats is one.
+        # A copy that a loader repeats counts once.
         found[place.data_ptr(), place.nbytes] = (box, place)
     ends = sorted((start, start + size) for start, size in found)
     if any(end > start for (_, end), (start, _) in pairwise(ends)):
@@ -161,7 +161,7 @@ def _boxes(
 
 
 def _box_of(name: str, spec: TensorSpec, part: Segment) -> SliceRecord | None:
-    """The box of a tensor that has the elements of a copy in the same order; None if none has."""
+    """The box of a tensor with the elements of a copy in their order; None without one."""
     if not spec.shape or not spec.elements:
         return whole_box(name, spec)
     last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))

@@ -37,8 +37,8 @@ class Stager(Generic[T]):
         self._work: Future[T] | None = None
 
     def begin(self, key: Hashable, work: Callable[[], T]) -> StageStatus:
-        """Starts `work` unless that of the same key runs or is ready; returns its status. After a
-        failure was returned, the next call starts anew."""
+        """Starts `work` unless work with this key runs or is ready; returns its status. After a
+        failure was returned, the next call starts again."""
         held = self._held(key)
         if held is None:
             self._key, self._work = key, self._thread.submit(work)
@@ -63,7 +63,7 @@ class Stager(Generic[T]):
         self._thread.submit(work)
 
     def clear(self) -> None:
-        """Waits for what runs and drops its result; the next `begin` starts anew."""
+        """Waits for running work and drops its result; the next `begin` starts again."""
         held, self._work = self._work, None
         if held is not None:
             held.exception()

@@ -8,7 +8,7 @@
         client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model))
     sender.send_weights()                                   # after each step
 
-`url` is that of one engine with backend "rosemux", or of a gateway's job, `/v1/jobs/JOB/vllm`,
+`url`: address of one engine with backend "rosemux", or of a gateway's job, `/v1/jobs/JOB/vllm`,
 which stands for all its engines. Importing this module makes the backend known to vLLM's trainer
 factory (from vLLM 0.27). Weights go to the store; over the client goes only which version it is.
 """
@@ -37,7 +37,7 @@ class RoseMuxTrainerInitInfo(TrainerInitInfo):
 
 
 class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
-    """One per trainer rank; rank 0 publishes and speaks to the engines."""
+    """One per trainer rank; rank 0 publishes and calls the engines."""
 
     init_info_cls = RoseMuxTrainerInitInfo
 

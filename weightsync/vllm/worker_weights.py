@@ -55,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WorkerWeights:
-    """Its methods are called from the worker's own thread."""
+    """The worker's own thread calls its methods."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         root = _weight_root(vllm_config.model_config)

@@ -118,7 +118,7 @@ class FaultWorld:
         self.pristine = self.root / "pristine"
         shutil.copytree(self.store, self.pristine)
 
-    # What a fault finds.
+    # The state that a fault finds.
 
     def hold_directory(self, *, fresh: bool = False) -> DirectoryHolder:
         directory = self.root / "held"
@@ -179,7 +179,7 @@ class FaultWorld:
                 del fields["rosemux"]
                 index.write_text(json.dumps(fields))
 
-    # What mends it.
+    # Remedies.
 
     def restore(self) -> None:
         """The damaged files are whole again, under the same names."""

@@ -72,7 +72,7 @@ class AuditFile:
         return self._file
 
     def _open(self) -> FileIO:
-        # Without a buffer: one would keep what a full disk refused, and raise when closed.
+        # Unbuffered: a buffer would keep bytes that a full disk refused, and raise when closed.
         return open(self.path, "ab", buffering=0, opener=open_private)
 
     def _rotate(self) -> None:
@@ -87,7 +87,7 @@ class AuditFile:
         found = [(path, path.stat()) for path in files]
         kept_bytes = sum(status.st_size for _, status in found)
         most_bytes = self._max_bytes - self._max_bytes // _FILES
-        # Not the latest of all times, which a clock that was ahead for a while leaves behind.
+        # The latest of all times may come from a clock that was ahead for a while.
         newest_s = found[-1][1].st_mtime
         for place, (path, status) in enumerate(found):
             aged = place < _AGED_AT_ONCE and newest_s - status.st_mtime > self._max_age_s
@@ -98,7 +98,7 @@ class AuditFile:
 
 
 def _first_day(path: Path) -> str:
-    """UTC day on which the file began; "" for one that is empty or begins with no event."""
+    """UTC day on which the file began; "" for a file that is empty or begins with no event."""
     with path.open("rb") as file:
         try:
             return msgspec.json.decode(file.readline(MAX_LINE_BYTES), type=AuditEvent).time[:10]

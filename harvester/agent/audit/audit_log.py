@@ -1,7 +1,7 @@
 """The node's audit: each event goes into its file and, as the same JSON, into the agent's log.
 
-Nothing waits for it and nothing stops for it: what a full disk refuses is counted, logged once and
-stated by the first event that is written again.
+Nothing waits for it and nothing stops for it: events that a full disk refuses are counted, logged
+once and stated by the first event that is written again.
 """
 
 import logging
@@ -16,7 +16,7 @@ from harvester.contracts.clock import Clock, wall_time_utc
 _log = logging.getLogger("harvester.audit")
 
 AGENT = "agent"
-"""`who` of what the agent decides by itself."""
+"""`who` of the agent's own decisions."""
 _RETRY_S = 1.0
 _MAX_REASON = 1000
 _MAX_CHANGES = 100
@@ -73,7 +73,7 @@ class AuditLog:
         )
 
     def _resumed(self) -> bool:
-        """Whether events can be written, the first of which counts those that are missing."""
+        """Whether events can be written again; first writes the count of missing events."""
         if not self._missing:
             return True
         fields = {"omitted": self._missing, "reason": self.fault, "who": AGENT}

@@ -1,6 +1,6 @@
 """Audit events of the lease table's answers: leases with their holders, refusals with reasons.
 
-A request and its answer are one event; a renewal that is granted is none.
+A request and its answer are one event; a granted renewal gives no event.
 """
 
 from harvester.agent.audit.audit_log import AGENT, AuditLog
@@ -42,7 +42,7 @@ class LeaseAudit:
         self, answer: LeaseEnded, held: SlotLease | None, *, who: str, now: float
     ) -> None:
         """`held` is the lease that the caller named, if it is in force. The answer of an unknown id
-        has no name: what a caller made up is not repeated."""
+        has no name: a text that a caller made up is not repeated."""
         if not self._refused.admits(now=now):
             return
         fields = {} if held is None else {"slot": held.slot, **lease_fields(held)}

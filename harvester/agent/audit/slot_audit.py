@@ -22,12 +22,12 @@ class SlotAudit:
         self._state = policy.state.value
         self._quarantine = ""
         self._guest: tuple[ProcessId, ...] | None = None
-        """Processes of the guest that is there; None without one."""
+        """Processes of the present guest; None without a guest."""
         self._ended: tuple[ProcessId, ...] = ()
         self._kill_reason = ""
         self._limit = EventLimit()
         self._tried: set[object] = set()
-        """Events of this beat, with those that are left out and come again in the next."""
+        """Events of this beat, also events that were left out and come again in the next beat."""
         self._tried_before: set[object] = set()
 
     def observe(

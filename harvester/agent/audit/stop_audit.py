@@ -17,14 +17,14 @@ class StopAudit:
     """Notes orders to stop that came into force, and orders that were lifted, with the caller."""
 
     def __init__(self, log: AuditLog, stops: Sequence[Stop]) -> None:
-        """`stops` are those in force at the agent's start: its last run noted what was called."""
+        """`stops`: orders in force at the agent's start, which its last run has noted."""
         self._log = log
         self._stops = _unnumbered(stop for stop in stops if stop.source in _CALLED)
         self._limits = {source: EventLimit() for source in StopSource}
         """An alert may flap, and a gateway may stop many tenants: that hides no operator's call."""
 
     def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
-        """`stops` are those in force, `caller` is who made the call that changed them, if any."""
+        """`stops`: orders in force. `caller`: origin of the call that changed them, if any."""
         if not stops and not self._stops:
             return
         before, self._stops = self._stops, _unnumbered(stops)
@@ -52,5 +52,5 @@ class StopAudit:
 
 
 def _unnumbered(stops: Iterable[Stop]) -> frozenset[Stop]:
-    """Without the numbers, which rise while an order stays."""
+    """The stops without their numbers, which rise while an order stays."""
     return frozenset(msgspec.structs.replace(stop, number=0) for stop in stops)

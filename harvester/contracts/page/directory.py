@@ -117,7 +117,7 @@ class PageDirectory:
         return PageReader(self._pulse_path(name), Pulse, owners=self.owners.production)
 
     def pulse_head_reader(self, name: str) -> PageReader[PulseHead]:
-        """As `pulse_reader`, for the fields that a gate decides from."""
+        """Like `pulse_reader`, for the fields that a gate decides from."""
         return PageReader(self._pulse_path(name), PulseHead, owners=self.owners.production)
 
     def pulse_names(self) -> tuple[str, ...]:
@@ -134,12 +134,12 @@ class PageDirectory:
 
 
 def make_directory(path: Path, *, owners: frozenset[int], group: int | None) -> None:
-    """Make it if needed. Users of `group` may put files there, their own files only, and others do
-    not get in; without a group the owner alone may, and others may read.
+    """Make the directory if needed. Users of `group` may put their own files there, and others
+    cannot enter; without a group only the owner may put files, and others may read.
 
-    Raises ConfigError where a stranger could put, swap or remove files all the same.
+    Raises ConfigError if a stranger could still put, swap or remove files.
     """
-    # A way for strangers into the directory above is one into this.
+    # A stranger who can write to the parent directory can replace this one.
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _check_way(path)
     if not path.is_symlink():
@@ -147,7 +147,7 @@ def make_directory(path: Path, *, owners: frozenset[int], group: int | None) -> 
     try:
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
-        opened = -1  # Not ours, as the check below says better.
+        opened = -1  # Not ours; the check below gives a better message.
     except OSError as error:
         raise ConfigError(f"pages {path} is a link or no directory: name the directory") from error
     if opened >= 0:

@@ -28,7 +28,7 @@ class KeptPage(Generic[R]):
         self.absence = _NEW
         """Why nothing is written; "" while it is."""
         self._kind = kind
-        # Outlives each file that it locks: a refused process never stops saying that it is there.
+        # Outlives each file that it locks: a refused process keeps signalling its presence.
         self._lock = WriterLock(path)
         self._page: PageWriter[R] | None = None
         self._contested = False

@@ -37,7 +37,7 @@ _WORD_BYTES = 4
 
 
 class Reading(msgspec.Struct, Generic[R_co], frozen=True):
-    """A record, or the fault that stands in its place."""
+    """A record, or the fault in its place."""
 
     record: R_co | None
     fault: PageFault | None
@@ -74,14 +74,14 @@ class PageReader(Generic[R]):
         except OSError:
             page = b""
         if page[_SEQUENCE] == self._sequence:
-            # Decoded before: one sequence number is one record, and only its age can spoil it.
+            # Already decoded: one sequence number is one record, and only age can spoil it.
             last = self._last
             if time_fault(last.stamp_ns, self._expires_ns, now_ns=now_ns) is None:
                 return last
         reading = self._decode(page, now_ns)
         if reading.fault is None:
             return reading
-        # The page may have been deleted and made anew since it was opened.
+        # The page may have been deleted and recreated since it was opened.
         if self._replaced():
             self.close()
             fault = self._open()
@@ -100,7 +100,7 @@ class PageReader(Generic[R]):
         return self._decode(page, int.from_bytes(page[_STAMP], "little") - 1)
 
     def sequence(self) -> bytes | None:
-        """The sequence number; a changed value means a new record. None while there is no page."""
+        """The sequence number; a changed value means a new record. None without a page."""
         if self._fd < 0:
             return None
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)
@@ -172,7 +172,7 @@ class PageReader(Generic[R]):
 
 
 def _copied(file: int, size_bytes: int = PAGE_BYTES, offset: int = 0) -> bytes:
-    """The bytes that are there; none where the file system fails."""
+    """The bytes of the file; b"" if the file system fails."""
     try:
         return os.pread(file, size_bytes, offset)
     except OSError:

@@ -1,6 +1,6 @@
 """The three records of the page directory. Fields are added with defaults, never renamed.
 
-Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none". An
+Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 means no time. An
 engine's page with a number outside its range counts as torn: the agent passes such numbers on.
 """
 
@@ -24,7 +24,7 @@ _LATE_NS = 250_000_000
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the page records; `KIND` stands in the page's head."""
+    """Base of the page records; the page's head holds `KIND`."""
 
     KIND: ClassVar[int] = 0
     AGE_MAX_NS: ClassVar[int] = 1 << 63
@@ -70,7 +70,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine core (data-parallel rank), as an API-server process last heard of it."""
+    """One engine core (data-parallel rank), as last reported to an API-server process."""
 
     rank: int = 0
     told_ns: int = 0
@@ -111,7 +111,7 @@ class PulseHead(Record, frozen=True, kw_only=True):
     flight, or replies that may end before their request has its first token."""
     prompt_tokens_quantiles: tuple[int, ...] = ()
     """Lengths of the latest prompts in ascending order, at most 10, each of which stands for an
-    equal share of prompts that are at least as long. Empty is unknown: of one token."""
+    equal share of prompts that are at least as long. Empty: unknown, which counts as one token."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class GrantMode(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     UNGATED = "ungated"
-    """Admit without the slack law. For measuring what the law is worth, never for production."""
+    """Admit without the slack law. For measuring the law's value, never for production."""
 
     @property
     def admits(self) -> bool:
@@ -248,7 +248,7 @@ class Grant(Record, frozen=True, kw_only=True):
     """Closed to measure production alone: the guest's other work rests too, unless production waits
     for it."""
     held: bool = False
-    """The guest refuses new requests and goes on with those that it has."""
+    """The guest refuses new requests and goes on with its present ones."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,7 +106,7 @@ def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
         return PageFault.VERSION
     fault = time_fault(stamp_ns, expires_ns, now_ns=now_ns)
     if sequence % 2 and fault is PageFault.EXPIRED:
-        # Its writer ended before the first write: the state that it took over bounds the wait.
+        # The writer ended before its first write: the state that it took over bounds the wait.
         return fault
     record = page[RECORD_OFFSET : RECORD_OFFSET + min(length, MAX_RECORD_BYTES)]
     crc_found = zlib.crc32(record, zlib.crc32(page[SEQUENCE_OFFSET:CRC_OFFSET]))

@@ -24,13 +24,13 @@ from harvester.contracts.page.writer_lock import WriterLock, is_at, open_own, re
 
 R = TypeVar("R", bound=Record)
 
-# Each writer counts in a range of its own, above that of the one before it.
+# Each writer counts in its own range, above the range of the writer before it.
 _TERM = 1 << 32
 _TERMS = 1 << 31
 
 
 class PageWriter(Generic[R]):
-    """Creates the page, or takes over the one that an earlier process of the same user left."""
+    """Creates the page, or takes over a page that an earlier process of the same user left."""
 
     def __init__(self, path: Path, kind: type[R], *, lock: WriterLock | None = None) -> None:
         """A `lock` of the caller's stays held if this fails, so that the page's writer sees the
@@ -46,7 +46,7 @@ class PageWriter(Generic[R]):
         self._lock.take(claim=lock is not None)
         try:
             self._fd, new = _opened(path)
-            # All of it now: a page that is there can be written until its file system is unmounted.
+            # Allocates the whole page: it can be written until its file system is unmounted.
             self._opened = os.fstat(self._fd)
             os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self._sequence = _TERM if new else _next_term(os.pread(self._fd, BODY_OFFSET, 0))
@@ -83,15 +83,15 @@ class PageWriter(Generic[R]):
             ring(self._bell.address)
 
     def look(self) -> bool:
-        """Whether this is still the page: not deleted, made anew or cut short, and neither is its
-        lock. Learns whether another process wants it; from time to time is enough."""
+        """Whether this is still the page: neither page nor lock was deleted, recreated or cut
+        short. Also learns whether another process wants the page; an occasional call is enough."""
         if not self._lock.in_place():
             return False
         self.contested = self._lock.contested()
         return self._fd >= 0 and is_at(self.path, self._opened, least_bytes=PAGE_BYTES)
 
     def close(self, *, unlink: bool = False) -> None:
-        """`unlink` removes the page, unless a successor has made it anew."""
+        """`unlink` removes the page, unless a successor has recreated it."""
         if self._fd < 0:
             return
         if unlink and self._lock.held and is_at(self.path, self._opened):

@@ -32,7 +32,7 @@ class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a faul
 
 
 def is_at(path: Path, opened: os.stat_result, *, least_bytes: int = 0) -> bool:
-    """Whether the path names the opened file: not deleted, not made anew, and not cut short."""
+    """Whether the path names the opened file: not deleted, not recreated, and not cut short."""
     try:
         there = os.lstat(path)
     except OSError:
@@ -132,7 +132,7 @@ class WriterLock:
 def open_own(path: Path, *, flags: int, mode: int) -> int:
     """Open this user's own plain file, and give it exactly `mode`, whatever the umask.
 
-    Raises OSError, and ConfigError for a file of another user, or one that is no plain file.
+    Raises OSError, and ConfigError for another user's file or one that is not plain.
     """
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     fd = os.open(path, flags, mode)

@@ -16,7 +16,7 @@ ENGINE_ROUTE = "/rosemux/engine"
 CONTINUATION_FEATURE = "rosemux-continuation"
 """The engine takes a request with the output that another engine has made for it."""
 WEIGHTS_FEATURE = "rosemux-weights"
-"""The engine follows versions, and tells by `/collective_rpc` what its workers hold."""
+"""The engine follows versions and reports its workers' weights by `/collective_rpc`."""
 
 
 class WorkerMethod(StrEnum):

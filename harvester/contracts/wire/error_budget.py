@@ -19,7 +19,7 @@ class Allotment(msgspec.Struct, frozen=True, kw_only=True):
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
     """Rises with each one for the same life; a slot takes only one above all before it."""
     misses: Misses
-    """Charged misses of 28 days, those before it included, above which the slot stops."""
+    """Charged misses of 28 days, also from before the allotment, above which the slot stops."""
     budget: Misses
     """Misses that harvesting may cause to the whole service in 28 days."""
     spent: Misses
@@ -37,8 +37,8 @@ class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     run: Annotated[int, msgspec.Meta(ge=1)]
     """Rises with each start of the agent."""
     served: Served
-    """Since the run began. Without proof slices only requests and misses, with them no misses
-    beside steps: of both only those that count."""
+    """Counts since the run began. Without proof slices only requests and misses; with proof slices
+    no misses beside steps."""
     charged: Misses
     """Misses of 28 days charged to this slot alone."""
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
@@ -50,4 +50,4 @@ class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     minimum_misses: Misses
     """Fewer misses than this are no trend; the least budget of a service."""
     allotment: Allotment | None = None
-    """Taken last."""
+    """The allotment taken last."""

@@ -23,7 +23,7 @@ from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.stops import Stop
 
 SentEpoch = Annotated[Epoch, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""As far as the holder's and the grantor's files can record one."""
+"""An epoch within the range that the files of holder and grantor can record."""
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
 JOB_HEADER = "X-RoseMux-Job"
@@ -55,8 +55,8 @@ class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdleForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Expected share of the next `horizon_s` in which production has nothing to step. No promise:
-    the slot is taken back at once, whatever was forecast."""
+    """Expected share of the next `horizon_s` in which production has nothing to step. The forecast
+    promises nothing: the slot may be taken back at once."""
 
     horizon_s: float
     low_ratio: float
@@ -163,7 +163,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     duration_s: float
     """Counted from the moment at which the grantor wrote this reply."""
     forecasts: tuple[IdleForecast, ...] = ()
-    """The slot's, as of this reply; left out while nothing is known."""
+    """The slot's forecasts at this reply; left out while unknown."""
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
-    """Samples of the prompt, each a turn of its own."""
+    """Number of samples of the prompt; each is a separate turn."""
     top_k: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -101,7 +101,7 @@ class VersionPin(
     max_lag: int | None = None
     """Versions behind the newest published one, at the turn's arrival."""
     wait_s: float | None = None
-    """Patience for a version that is not served yet, in s; None: the gateway's."""
+    """Longest wait for a version that is not served yet, in s; None: the gateway's."""
     exact_version: WeightVersion | None = None
     min_version: WeightVersion | None = None
     """The names in slime's, miles' and stitch's requests for `exact` and `minimum`."""
@@ -139,7 +139,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """All tokens by engines of one numerics label: the first engine's, or this one."""
     priority: int = 0
     model: str | None = None
-    """Checked against the job's model; None names none."""
+    """Model name, checked against the job's model; None: no check."""
     cache_salt: str | None = None
     """Prefixes are shared between turns of one salt only, within job and version."""
     reasoning_ended: bool | None = None
@@ -150,7 +150,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream_options: dict[str, Any] | None = None
     """`include_usage`: the stream ends with a chunk that has `usage` and no choice."""
     on_interrupt: OnInterrupt | None = None
-    """Counts before the job's setting; None leaves it to that."""
+    """Overrides the job's setting; None uses the job's setting."""
 
 
 class FinishReason(StrEnum):
@@ -203,7 +203,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
     """Why the turn ended early, where its job did not request that."""
     weight_versions: tuple[VersionRange, ...] | None = None
-    """As vLLM gives them: of the whole output, once it has ended."""
+    """Version ranges of the whole output once it has ended, as in vLLM."""
     immovable: tuple[str, ...] = ()
     """Sampling fields for which the turn could not leave its dedicated engine; empty: it could."""
     routed_experts: str | None = None

@@ -31,7 +31,7 @@ class StopOrder(StrEnum):
     HOLD = "hold"
     """No new lease, and no new turn under one in force; running turns end by themselves."""
     DRAIN = "drain"
-    """As `hold`, and what runs is evicted: the grant closes and the lease ends at once."""
+    """Like `hold`, and running turns are evicted: the grant closes and the lease ends at once."""
 
     @property
     def strength(self) -> int:
@@ -47,7 +47,7 @@ KUEUE_WORDS = {
 
 
 def order_of(word: str) -> StopOrder | None:
-    """The order of our own word or of Kueue's; None for any other."""
+    """The order for RoseMux's or Kueue's word; None for any other word."""
     if word in KUEUE_WORDS:
         return KUEUE_WORDS[word]
     return StopOrder(word) if word in tuple(StopOrder) else None
@@ -78,9 +78,9 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
     order: StopOrder
     source: StopSource
     slot: str = ""
-    """Its slot; "" is every slot of the node."""
+    """Slot of the order; "" means every slot of the node."""
     tenant: str = ""
-    """Its tenant; "" is every tenant."""
+    """Tenant of the order; "" means every tenant."""
     by: str = ""
     reason: str = ""
     at: str = ""
@@ -136,7 +136,7 @@ class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     in_force: Stop | None
     agents: dict[str, str]
-    """Faults by agent: "" for one that obeys, else why that is not known. It gets the order again
-    each second."""
+    """Faults by agent: "" if the agent obeys, else why this is not known. Such an agent gets the
+    order again each second."""
     recorded: bool = True
     """Whether a restarted gateway would know it."""

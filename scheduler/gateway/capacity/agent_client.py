@@ -67,15 +67,15 @@ class AgentClient:
         credentials: Credentials = NO_CREDENTIALS,
         prefix: str = "",
     ) -> None:
-        """Agents know nothing of each other: `prefix` tells the slots of this one from another's
-        of the same name. Raises ConfigError for credentials that cannot be used."""
+        """Agents do not know each other: `prefix` distinguishes this agent's slots from another
+        agent's of equal name. Raises ConfigError for credentials that cannot be used."""
         self._peer = Peer(session, url, credentials)
         self._prefix = prefix
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._faults: list[str] = []
 
     async def offers(self) -> SlotOffers:
-        """Without slots that cannot be decoded: one costs the others nothing."""
+        """The agent's offers and stops; entries that cannot be decoded are left out."""
         reply = await self._call("GET", "/v1/slots", None, _OFFERS)
         slots, stops, faults = [], [], []
         for raw in reply.stops:
@@ -127,7 +127,7 @@ class AgentClient:
         return await self._call("POST", "/v1/stops", request, _ORDERED)
 
     def _known(self, slot: SlotId) -> SlotId:
-        """The slot's name at the gateway. Raises PeerProtocolError for one that is no name."""
+        """The slot's name at the gateway. Raises PeerProtocolError for an invalid name."""
         return SlotId(checked_name(f"{self._prefix}{slot}", what="slot"))
 
     async def _call(

@@ -1,8 +1,8 @@
 """Orders to stop for every agent of the gateway, or for one tenant: kept, sent and sent again.
 
-Each agent reports its stops with its offers, once a second. One that does not report what was
-ordered here gets it, also after it was away; one that holds an order lifted here lifts it. A
-gateway that never had an order for a tenant leaves what other gateways ordered alone.
+Each agent reports its stops with its offers, once a second. An agent that does not report an order
+of this gateway gets it again; an agent that holds an order lifted here lifts it. A gateway that
+never had an order for a tenant leaves what other gateways ordered alone.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ class ClusterStops:
         """Tenants whose last order is not in the state file."""
         self._reported: dict[str, tuple[Stop, ...]] = {}
         self.faults: dict[str, str] = {}
-        """Why an agent is not known to obey."""
+        """Reason why an agent is not known to obey, by agent."""
 
     @property
     def stops(self) -> tuple[Stop, ...]:
-        """In force."""
+        """Orders in force."""
         stops = (stop for _, stop in sorted(self._stops.items()))
         return tuple(stop for stop in stops if stop.order is not StopOrder.NONE)
 
@@ -52,8 +52,8 @@ class ClusterStops:
         return max(orders, key=lambda order: order.strength, default=StopOrder.NONE)
 
     async def order(self, request: StopRequest) -> ClusterStopReply:
-        """Keep an order and tell all agents at once; one that cannot be recorded too. Raises
-        PeerProtocolError for a slot's, and Exhausted for an end that cannot be recorded."""
+        """Keep an order and send it to all agents at once, even if it cannot be recorded. Raises
+        PeerProtocolError for a slot's order, and Exhausted for an end that cannot be recorded."""
         request.check()
         if request.slot:
             raise PeerProtocolError(
@@ -92,7 +92,7 @@ class ClusterStops:
         )
 
     async def agree(self, agent: str, reported: tuple[Stop, ...]) -> None:
-        """Tell an agent what its report lacks, and what it still has."""
+        """Send an agent the orders and ends of orders that its report lacks."""
         self._reported[agent] = reported
         for tenant in tuple(self.unrecorded & self._stops.keys()):
             self._recorded(self._stops[tenant])
@@ -111,7 +111,7 @@ class ClusterStops:
         await asyncio.gather(*(self._tell(name, stop) for name in sorted(self._agents)))
 
     async def _tell(self, agent: str, stop: Stop) -> bool:
-        """Whether it answers."""
+        """Sends an order; returns whether the agent answers."""
         request = StopRequest(
             order=stop.order,
             tenant=stop.tenant,
@@ -142,7 +142,7 @@ class ClusterStops:
             *(stop for stops in self._reported.values() for stop in stops),
         ]
         numbers = (stop.number for stop in every if stop.tenant == tenant)
-        # An agent may report any number; one that no agent takes would stop nothing.
+        # An agent may report any number; a number that no agent accepts would stop nothing.
         return min(max(numbers, default=0), NUMBER_MAX - 1)
 
     def _recorded(self, stop: Stop) -> bool:
@@ -158,7 +158,7 @@ class ClusterStops:
 
 
 def _differs(wanted: Stop, held: Stop | None) -> bool:
-    """A stronger order of another gateway is none of ours to weaken."""
+    """Whether the agent's order must change; a stronger order of another gateway stays as it is."""
     if wanted.order is StopOrder.NONE:
         return held is not None and held.number <= wanted.number
     return held is None or held.order.strength < wanted.order.strength

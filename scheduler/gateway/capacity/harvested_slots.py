@@ -76,7 +76,7 @@ class Harvest:
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
-        """`credentials`: for the guests of each agent; those of a guest's own entry go first."""
+        """`credentials`: for the guests of each agent; a guest's own entry goes first."""
         self._policy = policy
         self._fleet = fleet
         self._state = state
@@ -126,7 +126,7 @@ class Harvest:
             self._wake.clear()
 
     async def look(self) -> None:
-        """One sample, one decision, its effects."""
+        """Takes a sample, decides, and applies the effects."""
         for name in sorted(self.unrecorded):
             self._record(name)
         # Doubts that come while agents are asked are for the next look.
@@ -199,7 +199,7 @@ class Harvest:
     async def _adopt(self) -> None:
         """Renew what an earlier process held; what its agent does not renew is forgotten.
 
-        All agents at once: one that is away must not outlast the others' leases.
+        All agents at once: waiting for one that is away must not outlast the others' leases.
         """
         held: dict[str, list[Lease]] = {name: [] for name in self._agents}
         for lease in self._state.leases():
@@ -316,7 +316,7 @@ class Harvest:
             guest = self._guest_id(lease.slot)
             if self._fleet.renewed(guest, lease, idle_ratio=idle_ratio):
                 return
-            # Its offer was not known when it was taken over from an earlier process.
+            # The lease came from an earlier process, before its offer was known.
         else:
             self._record(lease.lease)
             self._log_lease(lease, "begins")
@@ -347,8 +347,8 @@ class Harvest:
 
     def _record(self, name: LeaseId) -> None:
         """Tried again at each look while the state file cannot take it. A restart asks the agent
-        about each lease that it finds, so one that has ended is not used; one that it does not find
-        ends by itself."""
+        about each recorded lease, so an ended lease is not used; an unrecorded lease ends by
+        itself."""
         lease = self.leases.get(name)
         try:
             self._state.end(name) if lease is None else self._state.hold(lease)
@@ -385,6 +385,6 @@ class Harvest:
 
 
 def _forecast_ratio(forecasts: tuple[IdleForecast, ...]) -> float | None:
-    """Idle share of a turn's time that is exceeded nine times of ten; None if unknown."""
+    """Idle share of a turn's time at its P10; None if unknown."""
     fitting = (each.low_ratio for each in forecasts if each.horizon_s >= _TURN_S)
     return next(fitting, None)

@@ -7,7 +7,7 @@ POST /pull_weights                   a publish; 0 is the checkpoint that the eng
 POST /update_weights_from_disk       accepted for the version in force; no path is read
 
 slime and miles call these with `--rollout-external-engine-addrs` and `--sglang-router-ip` at the
-gateway. Engines of their own are refused: the gateway's engines are those of its configuration.
+gateway. Engines that the trainers list are refused: the gateway's configuration names its engines.
 """
 
 from collections.abc import Awaitable, Callable

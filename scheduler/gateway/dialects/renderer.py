@@ -144,7 +144,7 @@ class Dialect:
     whole: Any
     """The fields of a derendered reply that are read here."""
     part: Any
-    """Those of a streamed one."""
+    """Fields of a streamed derendered reply that are read here."""
 
 
 CHAT = Dialect(
@@ -176,7 +176,7 @@ class RenderEndpoint(NamedTuple):
 
     connections: EngineConnections
     short_tokens: int = 0
-    """Its context where another one has a longer, for what is too long here; else 0."""
+    """The renderer's context if another's is longer, for requests too long for it; else 0."""
 
 
 class _Away(Interrupted):
@@ -184,19 +184,19 @@ class _Away(Interrupted):
 
 
 class _Malformed(Interrupted):
-    """Those that answer do not answer as vLLM does."""
+    """Every renderer that answers sends replies unlike vLLM's."""
 
 
 class _TooLong(Interrupted):
-    """Those that can be reached are too short for the request."""
+    """The context of every reachable renderer is too short for the request."""
 
 
 class Renderer:
     """`peers` gives the endpoints in order; a call goes on to the next where one does not answer.
 
-    A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks
-    for all of them, so that a renderer that is back is found at once and never stormed. A request
-    that is too long for those that are there waits for a longer one.
+    A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks for
+    all of them, so that a renderer that is back is found at once and never stormed. A request that
+    is too long for the reachable renderers waits for a longer one.
     """
 
     def __init__(self, peers: Callable[[], list[RenderEndpoint]], times: Timeouts) -> None:
@@ -293,9 +293,9 @@ class Renderer:
     async def _logprobs(
         self, text: "StreamedText", choice: Body, state: Body | None
     ) -> Body | None:
-        """Those of a chunk, which vLLM leaves out where a parser reads a stream: made as of a whole
-        reply, behind the tokens that a character may have begun in. Neither prompt nor tools go
-        with it: no parser reads them for that, and one may refuse a part of a call."""
+        """Log-probabilities of a chunk, which vLLM omits where a parser reads a stream: rendered as
+        for a whole reply, after the tokens in which a character may have begun. Prompt and tools
+        are not sent: no parser needs them here, and one may refuse part of a tool call."""
         before = ((state or {}).get("output_token_ids") or [])[-_CHARACTER_TOKENS:]
         content = [
             {"token_id": one, "token": "", "logprob": 0.0, "top_logprobs": []} for one in before
@@ -314,7 +314,7 @@ class Renderer:
         Raises RenderRefused, RendererFault, Exhausted."""
         data, failures, back, fault, malformed = _ENCODER.encode(body), 0, -1, "", False
         now, too_long = asyncio.get_running_loop().time, False
-        # A call that was not asked while a renderer was back begins its patience anew.
+        # A call that no renderer got while one was back starts its wait again.
         while failures < _FAILURES and back != self._returns:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as patience:
@@ -389,8 +389,7 @@ class Renderer:
 
 
 def _fills(rendered: Any, context_tokens: int) -> bool:
-    """Whether a prompt was rendered with all output that the context leaves, to which vLLM cuts
-    what is asked for."""
+    """Whether a prompt's output fills the rest of the context, to which vLLM cuts `max_tokens`."""
     for each in rendered if isinstance(rendered, list) else [rendered]:
         if isinstance(each, dict) and "token_ids" in each:
             output_tokens = each["sampling_params"].get("max_tokens") or _DEFAULT_OUTPUT_TOKENS
@@ -400,7 +399,7 @@ def _fills(rendered: Any, context_tokens: int) -> bool:
 
 
 class StreamedText:
-    """The part of a request that goes with its stream's chunks: as little as decoding needs."""
+    """The part of a request that goes with the chunks of its stream: the fields for decoding."""
 
     def __init__(self, dialect: Dialect, request: Body, prompt: Sequence[int]) -> None:
         """`prompt`: the first one; a dialect whose text is parsed has no other."""

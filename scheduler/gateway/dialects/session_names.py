@@ -18,8 +18,8 @@ SESSION_HEADERS = (
     "Session-ID",
     "Modal-Session-ID",
 )
-"""Headers under which RL frameworks, routers and harnesses name a trajectory, the first that is
-there: SkyRL, verifiers, prime-rl and vllm-router; slime, miles and sglang-router; Fireworks (two);
+"""Headers under which RL frameworks, routers and harnesses name a trajectory; the first present
+counts: SkyRL, verifiers, prime-rl and vllm-router; slime, miles and sglang-router; Fireworks (two);
 harnesses that vllm-router knows (two); Modal's stitch. Names of users, tenants and single requests
 are no trajectories."""
 
@@ -31,7 +31,7 @@ def session_header(request: web.Request) -> str | None:
 
 
 def session_of(body: Body) -> str | None:
-    """The session that the body's first field of those names. Raises PeerProtocolError."""
+    """The session named by the first session field of the body. Raises PeerProtocolError."""
     for field in SESSION_FIELDS:
         outer, _, inner = field.partition(".")
         given = body.get(outer)

@@ -5,7 +5,7 @@ GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get
 GET  /get_weight_version
 GET  /ping  /version    vLLM's
 
-Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
+Sampling parameters are translated to vLLM's names; others are refused by name.
 """
 
 import secrets
@@ -124,8 +124,8 @@ class SglangRoutes:
         return json_reply({"weight_version": str(version)})
 
     def _vllm_config(self) -> Body:
-        """The part of vLLM's `/server_info` that TRL reads. Without a transfer engine it pushes no
-        weights, where it would wait for ever for a group of ranks."""
+        """The part of vLLM's `/server_info` that TRL reads. With no transfer engine named, TRL
+        pushes no weights; else it would wait for ever for a group of ranks."""
         members = self._scheduler.fleet.members.values()
         known = next((member.description for member in members if member.description), None)
         return {
@@ -170,7 +170,7 @@ class SglangRoutes:
     async def _stream(
         self, request: web.Request, sent: "_SGLangRequest", samples: Samples
     ) -> web.StreamResponse:
-        """Each event holds the choice so far, as SGLang's do."""
+        """Streams events that hold the choice so far, as SGLang's events do."""
         async with event_stream(request) as send:
             async for chunk in samples.chunks(every_s=CHUNK_PERIOD_S):
                 turn = samples.turns[chunk.index]
@@ -198,7 +198,7 @@ class SglangRoutes:
     async def _decoded(
         self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
     ) -> list[str]:
-        """One call for the choices of a request."""
+        """Decodes all choices of a request in one call."""
         texts, sampling = [""] * len(choices), turns[0].sampling_params
         pairs = tuple(zip(choices, turns, strict=True))
         places = [at for at, each in enumerate(pairs) if text_tokens(*each)]
@@ -252,7 +252,7 @@ class _SGLangRequest:
         self._sampling = _translated(sampling)
         start = body.get("logprob_start_len") if body.get("return_logprob") else None
         self._scores_from = start = None if start == -1 else start
-        """First prompt token whose log-probability is asked for; None: of none."""
+        """First prompt token whose log-probability is requested; None: no scores."""
         if start is not None and (type(start) is not int or start < 0 or body.get("stream")):
             raise PeerProtocolError("logprob_start_len: send one number, and no stream")
         self._scores_only = self._sampling["max_tokens"] == 0

@@ -60,7 +60,7 @@ _MEDIA_KEYS = frozenset(
         *("input_audio", "input_image", "prompt_embeds"),
     )
 )
-"""Keys that make a part media whatever its type, where it has none or a `uuid`."""
+"""Keys that vLLM reads as media in a part without a type or with a `uuid`; refused in any part."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 _SHARED_FIELDS = frozenset(
     (

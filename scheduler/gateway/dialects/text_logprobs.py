@@ -19,14 +19,14 @@ class PromptLogprob(msgspec.Struct):
 
 
 _PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
-"""Decodes one token's: all of a long prompt take a second."""
+"""Decodes one token's log-probabilities: all of a long prompt take a second."""
 _ENCODER = msgspec.json.Encoder()
 NAMED_AT_ONCE = 32
-"""Tokens of a choice that are named in one piece: of 128 candidates each, some 4 ms."""
+"""Tokens of a choice that are named in one piece: with 128 candidates each, about 4 ms."""
 
 
 def renderer_logprob(logprob: TokenLogprob) -> Body:
-    """As renderers of vLLM 0.32 read it, by `token_id`, and as older ones do, by `token`."""
+    """A log-probability for renderers: vLLM 0.32 reads `token_id`, older versions read `token`."""
     return {
         "token_id": logprob.token_id,
         "token": token_name(logprob),
@@ -52,7 +52,7 @@ async def prompt_logprobs(
 
 
 def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
-    """The log-probability of a prompt's token, as of one that was sampled."""
+    """The log-probability of a prompt token in the form of a sampled token's."""
     if scores is None:
         return TokenLogprob(token_id, _NO_LOGPROB)
     candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
@@ -65,13 +65,13 @@ def token_name(logprob: TokenLogprob) -> str:
 
 
 def named(choice: Choice) -> Choice:
-    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
+    """The choice with a name for each token; clients of vLLM before 0.32 compare it with the id."""
     content = tuple(map(_named, choice.logprobs.content))
     return msgspec.structs.replace(choice, logprobs=Logprobs(content))
 
 
 async def named_in_parts(choice: Choice) -> Choice:
-    """The same. Tokens of a long choice are encoded, and stand in the reply as they are."""
+    """Does what `named` does, in parts for a long choice: other tasks get the event loop."""
     if len(choice.token_ids) <= NAMED_AT_ONCE:
         return named(choice)
     entries: Iterable[Any] = map(_named, choice.logprobs.content)
@@ -85,8 +85,8 @@ def _named(logprob: TokenLogprob) -> TokenLogprob:
 
 
 def name_by_id(logprobs: Body, content: Sequence[TokenLogprob]) -> None:
-    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
-    whatever the request says."""
+    """Replaces texts by ids in a reply's log-probabilities: vLLM's renderer decodes tokens whatever
+    the request says."""
     if "tokens" in logprobs:
         logprobs["tokens"] = [token_name(each) for each in content]
         logprobs["top_logprobs"] = [

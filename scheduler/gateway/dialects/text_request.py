@@ -1,4 +1,4 @@
-"""A request of one of OpenAI's dialects: what of it the renderer gets, and what is our own."""
+"""A request of one of OpenAI's dialects: the part for the renderer, and the gateway's own part."""
 
 import secrets
 from collections.abc import Sequence
@@ -41,7 +41,8 @@ _OVER = Choice(finish_reason=FinishReason.LENGTH)
 
 
 class TextRequest:
-    """A request of one of OpenAI's dialects: what of it the renderer gets, and what is our own."""
+    """A request of one of OpenAI's dialects: the part for the renderer, and the gateway's own
+    part."""
 
     def __init__(self, dialect: Dialect, job: JobId, body: Body, named: str | None = None) -> None:
         """`named`: the id that the client gives the request, unique or not; as vLLM's, it is part
@@ -51,7 +52,7 @@ class TextRequest:
         self.dialect = dialect
         if len(str(named or "")) > _MAX_NAME_CHARS:
             raise PeerProtocolError(f"request_id: use at most {_MAX_NAME_CHARS} characters")
-        # Bytes of a header that are no UTF-8 cannot be told in the reply.
+        # A reply cannot hold header bytes that are not UTF-8.
         self.name = f"{prefix}-{named or unique}".encode(errors="replace").decode()
         shown = "".join(filter(str.isprintable, self.name[:_NAME_CHARS]))
         self.turn_name = f"{shown}-{unique}" if named else self.name
@@ -101,10 +102,10 @@ class TextRequest:
         return _ENCODER.encode(rendered | own)
 
     def engine_choice(self, choice: Choice, turn: GenerateRequest, index: int) -> Body:
-        """The choice as an engine's reply has it, for the renderer.
+        """The choice in the form of an engine's reply, for the renderer.
 
-        Without the stop token that ended it, which is not part of the text; its log-probability
-        is part of the reply all the same, as vLLM's own.
+        Omits the stop token that ended it, which is not part of the text; the reply still has its
+        log-probability, as in vLLM.
         """
         sampling = turn.sampling_params
         ids = choice.token_ids[: text_tokens(choice, turn)]
@@ -149,7 +150,7 @@ class TextRequest:
         for place, name in enumerate(names):
             text = holder.get(name)
             if isinstance(text, str) or held[name].holds:
-                # Reasoning is over where content begins, whatever ends that.
+                # Reasoning ends where content begins, however the content ends.
                 end = _OVER if place < newest else choice
                 holder[name] = held[name].feed(text or "", end)
 
@@ -161,8 +162,8 @@ class TextRequest:
         *,
         before: Body | None = None,
     ) -> None:
-        """Cuts the whole text of a choice at its stop string, and empties that of no tokens.
-        `before`: the choice of its `early_parts`, where it has one."""
+        """Cuts the whole text of a choice at its stop string, and empties the text of a choice
+        without tokens. `before`: the choice of its `early_parts`, if any."""
         holder, names = self._texts(reply_choice)
         name = next((each for each in reversed(names) if holder.get(each)), None)
         if name is None or not isinstance(text := holder[name], str):

@@ -159,7 +159,7 @@ class TinkerRoutes:
     async def _served(
         self, job: JobId, request: web.Request, name: str, generate: GenerateRequest, body: Body
     ) -> bytes:
-        """The samples' reply, as protobuf. Raises what serving a turn raises."""
+        """The samples' reply as protobuf. Raises the errors of serving a turn."""
         trajectory = trajectory_of(request, name)
         parts = samples_of(generate)
         async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
@@ -227,7 +227,7 @@ class _Promise:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without a reply; the same request begins anew."""
+        """Whether the promise ended without a reply; then an equal request starts again."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def expected(self) -> asyncio.Task[bytes]:
@@ -287,7 +287,7 @@ def _generate_body(name: str, body: Body) -> bytes:
         given["prompt_logprobs"] = of_prompt
     pin = {"weight_version": {"exact": int(version)}} if version else {}
     generate = {"request_id": name, "token_ids": token_ids, "sampling_params": given}
-    # A partial sample has no form here, and one that is begun anew would prefer short ones.
+    # The protocol has no partial samples, and restarted samples would be biased towards short ones.
     generate["on_interrupt"] = "continue"
     return msgspec.json.encode(generate | pin, order="sorted")
 

@@ -60,12 +60,13 @@ _UNKNOWN_VERSION = (
     "or restart the engine"
 )
 _DRAIN_S = 1.0
+"""Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 _HELD_S = 5.0
-"""The rest of a finished stream is waited for so long, so that its connection can be used again."""
+"""Longest wait for the workers' word on their weights, in s: they answer between steps."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _INCONCLUSIVE_STATUSES = frozenset({401, 403, 408, 429, 504})
-"""Answers to a health check that leave open whether the engine lives."""
+"""Statuses of a health check that do not show whether the engine lives."""
 
 
 class _StageState(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class StageReply(NamedTuple):
 
     ready: bool
     fault: str = ""
-    """Why its workers cannot prepare the version; empty where they can, or tell nothing."""
+    """Why the workers cannot prepare the version; empty if they can, or report nothing."""
 
 
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
@@ -171,7 +172,7 @@ class EngineClient:
                         try:
                             await share.rest()
                         except asyncio.CancelledError as error:
-                            # As at a read: what has come is given first.
+                            # The chunks that have come are given first, as at a read.
                             cut = error
                 finally:
                     # Whatever the last bytes were, the caller has ended the attempt.
@@ -179,7 +180,7 @@ class EngineClient:
                         if cut is not None:
                             raise cut
                     finally:
-                        # It refers to this frame: both would wait for the garbage collector.
+                        # The error refers to this frame: both would wait for the garbage collector.
                         cut = None
             await reply.drain(_DRAIN_S)
 
@@ -265,7 +266,7 @@ class EngineClient:
         )
 
     async def changed(self, *, frugal: bool = False) -> Change:
-        """Whether the engine differs from the one that the version was applied to.
+        """Whether the engine differs from the engine to which the version was applied.
 
         `frugal` skips engines that reveal it only in their whole metrics.
         """
@@ -339,7 +340,7 @@ class EngineClient:
     async def adopt(self) -> tuple[EngineDescription, HeldWeights]:
         """Take the engine as it is, with the weights that it holds; nothing is loaded.
 
-        Raises EngineLost. Its tokens are then these weights' only: any change ends the stream.
+        Raises EngineLost. Any later change of the weights ends a stream.
         """
         try:
             description, held = await self._identified(updated=True)
@@ -370,7 +371,7 @@ class EngineClient:
         before, stamped = await self._identity_client.report()
         if updated and not before.identity:
             raise EngineLost(f"the engine has no identity: start it with {' '.join(IDENTITY_FLAG)}")
-        # A stock engine that has been given no weights may have no such call.
+        # A stock engine without an update may have no such call.
         answers = updated or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
         after, _ = await self._identity_client.report()

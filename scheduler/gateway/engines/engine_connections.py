@@ -31,7 +31,7 @@ _MAX_UNREAD_BYTES = 1 << 20
 
 
 class ConnectionFailed(ConnectionError):  # noqa: N818 - named for the state
-    """No connection was made: the engine never saw the request. `errno` as of what failed."""
+    """No connection was made: the engine never saw the request. `errno`: of the failed call."""
 
 
 class StreamedReply:
@@ -50,10 +50,10 @@ class StreamedReply:
         self._came: asyncio.Future[None] | None = None
 
     async def read(self, wait_s: float = 0.0) -> bytes:
-        """Waits for the next bytes of the body; b"" at its end. Raises ConnectionError for a reply
-        that breaks off and PeerProtocolError for none of HTTP, after the bytes before it.
+        """Waits for the next bytes of the body; b"" at its end. Raises ConnectionError if the reply
+        breaks off and PeerProtocolError if it is not HTTP, after the bytes received before.
 
-        `wait_s`: bytes may wait so long, in s, for more; the end does not.
+        `wait_s`: time to wait for further bytes, in s; the end is reported at once.
         """
         if wait_s and not self._is_over:
             await self._more(wait_s)
@@ -81,7 +81,7 @@ class StreamedReply:
         return bytes(body[:most_bytes])
 
     async def drain(self, within_s: float) -> None:
-        """Drops what is left of it, so that its connection can be used again."""
+        """Drops the rest of the body, so that its connection can be used again."""
         if not self._is_over:
             await self._more(within_s)
         self.unread()
@@ -91,7 +91,7 @@ class StreamedReply:
             return
         self._is_closed = True
         self._connection.left(self, keep=self._ended and self._keeps)
-        # They refer back: without this all would wait for the garbage collector.
+        # They refer back to the reply: without this all would wait for the garbage collector.
         del self._parser
         self._fault = None
         self.unread()
@@ -106,7 +106,7 @@ class StreamedReply:
             raise PeerProtocolError("a compressed reply, which was not asked for")
 
     async def _more(self, wait_s: float = 0.0) -> None:
-        """Waits for more of it, or so long for its end."""
+        """Waits for more bytes; with `wait_s`, at most that long for the end."""
         loop = asyncio.get_running_loop()
         self._came, self._for_end = loop.create_future(), wait_s > 0
         due = loop.call_later(wait_s, self._waited) if wait_s else None
@@ -155,15 +155,15 @@ class StreamedReply:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 
-    # What httptools calls.
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
         if self._ended:
-            # A reply to nothing.
+            # No request awaits this reply.
             self._keeps = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # None of a trailer, nor of another reply.
+        # Ignores headers of a trailer or of another reply.
         if not self.status:
             self._head_bytes += len(name) + len(value) + 4
             text = value.strip(b" \t").decode(errors="replace")
@@ -264,7 +264,7 @@ class EngineConnections:
         return reply
 
     def close(self) -> None:
-        """Closes what is idle, and what becomes so later."""
+        """Closes idle connections now and the others once they become idle."""
         self._closed = True
         self._close_idle(kept_s=0.0)
 

@@ -22,7 +22,7 @@ def generate_body(
     model: str | None = None,
     ended: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The attempt as vLLM's generate route takes it; each attempt has an id of its own.
+    """The body of the attempt for vLLM's generate route; each attempt has its own id.
 
     The salt is part of every prefix's hash: KV of another job, version or adapter is never hit,
     also where an engine failed to drop it.
@@ -58,7 +58,7 @@ def generate_body(
 
 
 def _streamed(sampling: SamplingParams) -> SamplingParams:
-    """Without what the gateway does itself, or asks for in a call of its own."""
+    """The sampling parameters without the gateway's own fields and those of a separate call."""
     return msgspec.structs.replace(
         sampling,
         stream_interval=None,

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Change(IntEnum):
-    """An engine as it is now, compared with the one that the version was applied to."""
+    """An engine as it is now, compared with the engine to which the version was applied."""
 
     NONE = 0
     PROCESS = 1
@@ -39,7 +39,7 @@ class Change(IntEnum):
     WEIGHTS = 2
     """The same process, with weights that another caller has set."""
     UNKNOWN = 3
-    """No answer tells: it may have died, hang, or be cut off."""
+    """No answer: the engine may have died, hang, or be cut off."""
 
 
 def change_between(given: str, reported: str) -> Change:
@@ -130,7 +130,7 @@ class IdentityClient:
         models = _decoded(raw, _MODELS, "/v1/models").data if status == 200 else ()
         if not models:
             return EngineDescription()
-        # The first is the model itself, those after it are adapters.
+        # The first entry is the model itself, the others are adapters.
         return EngineDescription(
             model=models[0].id[:200], context_tokens=models[0].max_model_len or 0
         )
@@ -141,7 +141,7 @@ class IdentityClient:
 
 
 def _checked(report: EngineReport) -> EngineReport:
-    """Its identity goes into a header of every request."""
+    """Checks the identity, which goes into a header of every request."""
     given = report.identity
     if len(given) > _MOST_IDENTITY_CHARS or not (given.isascii() and given.isprintable()):
         raise PeerProtocolError(

@@ -51,7 +51,7 @@ class _Error(msgspec.Struct):
 
 
 class _LargeChoice(_Choice[msgspec.Raw]):
-    """Its lists are decoded once they may be right, and each token's part of them later."""
+    """The lists are decoded only after their sizes are checked, and each token's part later."""
 
     token_ids: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
     logprobs: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
@@ -101,7 +101,7 @@ _IDS_DECODER = msgspec.json.Decoder(list[int] | None)
 
 
 def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
-    """Each log-probability is that of the token in the same place."""
+    """Each log-probability belongs to the token at its index."""
     content = choice.logprobs.content if choice.logprobs else None
     token_ids, named = choice.token_ids or [], None
     if content is not None:
@@ -175,7 +175,7 @@ class EventStream:
     """Feed bytes in any portions; get the chunks that became whole. `done` is the end marker."""
 
     def __init__(self, *, most_tokens: int = MAX_OUTPUT_TOKENS) -> None:
-        """`most_tokens`: those that an event may have."""
+        """`most_tokens`: largest number of tokens in an event."""
         self._left = bytearray()
         self._most_tokens = most_tokens
         self.done = False
@@ -189,7 +189,7 @@ class EventStream:
             raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
         if end < 0:
             return
-        # One copy, not two: an event may have 64 MB.
+        # Copies once instead of twice: an event may have 64 MB.
         whole, self._left = bytes(memoryview(self._left)[:end]), self._left[end + 2 :]
         for event in whole.split(b"\n\n"):
             if not event.startswith(b"data: "):

@@ -18,13 +18,13 @@ from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.trajectories import Turn
 
 _ID_BYTES = 40
-"""A token id in a tuple, as objects."""
+"""Memory of a token id in a tuple, in bytes."""
 _PROMPT_ID_BYTES = _ID_BYTES + 8
-"""The same and encoded."""
+"""Memory of a prompt's token id, as a tuple item and as JSON, in bytes."""
 _JSON_BYTES = 16
-"""A byte of JSON, as objects: of a map of numbers, or of empty lists."""
+"""Memory of one byte of JSON once decoded to maps or lists, in bytes."""
 _TOKEN_BYTES = 200
-"""A generated token with its log-probability, as objects; each of its candidates again."""
+"""Memory of a generated token with its log-probability, or of one candidate, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class AnsweredTurns:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of what is kept, about."""
+        """Approximate memory of the kept answers, in bytes."""
         return sum(shelf.size_bytes for shelf in self._shelves.values())
 
     def __contains__(self, turn: str) -> bool:
@@ -73,7 +73,7 @@ class AnsweredTurns:
             return
         shelf = self._shelves.setdefault(tenant, _Shelf())
         answer = shelf.answers.setdefault(request, _Answer())
-        # Samples of one request share what it says.
+        # Samples of one request share its content.
         size_bytes = size_of(turn) + (0 if answer.turns else _size_of_request(turn.request))
         answer.turns[turn.key], answer.until_s = turn, math.inf
         answer.size_bytes += size_bytes
@@ -94,7 +94,7 @@ class AnsweredTurns:
             shelf.answers.move_to_end(request)
 
     def find(self, turn: str, *, now: float) -> Turn | None:
-        """The answered turn of this key, which is kept for longer."""
+        """The answered turn with this key; extends the time for which it is kept."""
         self.expire(now=now)
         if turn not in self._requests:
             return None
@@ -109,7 +109,7 @@ class AnsweredTurns:
             due = []
             for request, answer in shelf.answers.items():
                 if now < answer.until_s < math.inf:
-                    # Those with a time are in its order.
+                    # Answers with a finite `until_s` are sorted by it.
                     break
                 if answer.until_s <= now:
                     due.append(request)
@@ -136,7 +136,7 @@ def _size_of_request(request: GenerateRequest) -> int:
 
 
 def size_of(turn: Turn) -> int:
-    """Memory of an ended turn without its request, about, in bytes."""
+    """Approximate memory of an ended turn without its request, in bytes."""
     sampling, scores = turn.request.sampling_params, turn.scores
     candidates = (sampling.logprobs or 0) + len(sampling.logprob_token_ids or ())
     scored = len(bytes(scores.prompt_logprobs or b"")) if scores else 0

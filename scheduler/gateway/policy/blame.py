@@ -44,7 +44,7 @@ QUIET_S = 1.0
 
 HELD_S = 5.0
 """A request waits this long for its verdict: another engine may die without it, and a silent one
-may prove dead or alive. It is tried again if that is not known by then."""
+may prove dead or alive. After this time without a verdict the request is tried again."""
 
 COMMON_CAUSE_S = 60.0
 """Deaths this close together may have one cause."""
@@ -103,7 +103,7 @@ class RequestOnEngine:
     age_s: float
     """Time since it came to that engine, in s."""
     tokens: int
-    """Made there."""
+    """Tokens generated on that engine."""
     usual_first_token_s: float = 0.0
 
     @property
@@ -119,7 +119,7 @@ class _Quarantined:
 
 
 class BlamePolicy:
-    """`request` identifies the suspect: a prompt, or a turn with the tokens generated so far."""
+    """A suspect's `request` names a prompt, or a turn with the tokens generated so far."""
 
     def __init__(self, *, quiet_s: float = QUIET_S, held_s: float = HELD_S) -> None:
         self._quiet_s = quiet_s
@@ -134,7 +134,7 @@ class BlamePolicy:
 
     @property
     def idle(self) -> bool:
-        """Nothing is suspected or quarantined, so that nothing need be looked up."""
+        """Whether no request is suspected or quarantined, so that no lookup is needed."""
         return not (self._suspects or self._quarantined)
 
     def suspected(self, request: str, *, now: float) -> bool:
@@ -187,7 +187,7 @@ class BlamePolicy:
             del self._suspects[request]
 
     def left(self, request: str, engine: EngineId) -> None:
-        """Ends its trial without a verdict: it left a healthy engine, so its next place is one."""
+        """Ends the trial without a verdict on a healthy engine; the next place is a trial."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None
@@ -201,7 +201,7 @@ class BlamePolicy:
         now: float,
         proven: bool = True,
     ) -> None:
-        """The engine died with these on it. Not `proven`: it is silent, until `proved`."""
+        """The engine died with requests `ran` on it. Not `proven`: it is silent until `proved`."""
         ran = tuple(ran)
         if not ran:
             return
@@ -217,7 +217,7 @@ class BlamePolicy:
             if one.just_begun and suspect is not None and suspect.trial == engine:
                 self._strike(one.request, suspect, _Strike(engine, reason, proven), now)
             elif one.just_begun or one.request not in self._suspects:
-                # Without a token in all that time, it was not what the engine died of.
+                # A request without a token in all that time did not kill the engine.
                 if one.just_begun or one.tokens:
                     believed.append(one.request)
             elif one.tokens:
@@ -284,7 +284,7 @@ class BlamePolicy:
     def _doubt(self, engine: EngineId, death: _Death) -> None:
         for other, earlier in tuple(self._doubted.items()):
             if other == engine or death.at_s - earlier.at_s > COMMON_CAUSE_S:
-                # Nothing will prove it any more.
+                # No proof of this death can come any more.
                 self.proved(other, dead=False, now=death.at_s)
         self._doubted[engine] = death
 

@@ -23,7 +23,7 @@ from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 HOUR_S = 3600.0
 HOURS = 28 * 24
 _FRESH_S = 30.0
-"""A leased slot that reported less long ago shares in what is left; its lease ends sooner."""
+"""A leased slot with a newer report shares in the rest of the budget; its lease ends sooner."""
 _TRAFFIC_HALF_S = 3600.0
 """Half-life of the traffic by which a budget is shared out."""
 
@@ -47,7 +47,7 @@ class ServiceHour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingAllotment(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent, and not yet reported as received."""
+    """An allotment that was sent and not yet reported as received."""
 
     allotment: Allotment
     epoch: Epoch | None
@@ -60,13 +60,13 @@ class SlotAccount(msgspec.Struct, kw_only=True):
     slot: str
     run: int
     seen: Served
-    """As last reported of this run."""
+    """Counts last reported by this run."""
     heard_s: float
     number: int = 0
     """Number of the newest allotment."""
     charged: float = 0.0
     limit: float | None = None
-    """As reported; None without a lease."""
+    """Charged misses at which the slot stops, as last reported; None without a lease."""
     pending: tuple[PendingAllotment, ...] = ()
     hour: int = -1
     in_hour: Served = Served()
@@ -108,12 +108,12 @@ class BudgetLedger:
         self.accounts = accounts or {}
         self.hours = hours or {}
         self.changed: set[LifeKey | HourKey] = set()
-        """Keys of what is new, other or gone since it was stored."""
+        """Keys of records that are new, changed or gone since they were stored."""
         self._budgets: dict[str, ServiceBudget] = {}
         """Known since the last report."""
 
     def observe(self, report: BudgetReport, *, slot: str, epoch: Epoch, now: float) -> None:
-        """Fold one slot's report in. `slot` names it for people; `epoch` is that of its lease."""
+        """Folds in one slot's report. `slot`: its name for people; `epoch`: that of its lease."""
         key = LifeKey(report.service, report.life)
         account = self.accounts.get(key)
         if account is None:
@@ -162,8 +162,8 @@ class BudgetLedger:
     def allot(
         self, service: str, life: str, *, epoch: Epoch | None = None, now: float
     ) -> Allotment | None:
-        """The allotment for a new lease, or for the renewal of the lease of this epoch; the same
-        one until the slot has reported it. None for a life that has not reported.
+        """The allotment for a new lease, or for the renewal of this epoch's lease; unchanged until
+        the slot has reported it. None for a life that has not reported.
 
         The account must be on disk before the allotment is sent.
         """

@@ -42,7 +42,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     dedicated_places: int
     dispatched: dict[str, int] = {}
-    """Turns dispatched so far by reason."""
+    """Number of dispatched turns by reason."""
     s_per_token: dict[EngineId, float] = {}
 
 
@@ -55,7 +55,7 @@ class OfferedSlot(msgspec.Struct, frozen=True, kw_only=True):
     forecast_ratio: float | None = None
     """Idle share that the slot's forecast expects to be exceeded nine times of ten."""
     emptied: bool = False
-    """Held by an order to stop, and no turn of ours runs there."""
+    """The slot is held by an order to stop and runs no turn of this gateway."""
 
 
 class SlotRefusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ CapacityEffect = TakeLease | RenewLease | ReleaseLease | DropLease
 
 @dataclass(slots=True)
 class _LeaseCall:
-    """A request without an answer, repeated under the same id until there is one."""
+    """A request that is repeated under its id until it is answered."""
 
     request_id: str
     job: JobId

@@ -1,9 +1,9 @@
 """Progress of one turn: results of its attempts since its last token, and engines to avoid.
 
-Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted.
-A silent engine looks like one that computes a long prompt. Therefore, after a turn is
-taken off an engine for silence, it waits twice as long on the next one, and does not return soon
-to a silent engine without a gate. Reads no clock.
+Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted. A
+silent engine looks like an engine that computes a long prompt. Therefore, after a turn is taken off
+an engine for silence, it waits twice as long on the next one, and does not return soon to a silent
+engine without a gate. Reads no clock.
 """
 
 import math
@@ -44,7 +44,7 @@ class EngineWait:
     engines that it avoids change."""
 
     since_s: float | None = None
-    """None before its first arrival."""
+    """Time since which the turn waits; None before its first arrival."""
     servable_s: float = 0.0
     """Time at which an engine last could have served it, or the wait began."""
 

@@ -1,7 +1,5 @@
-"""Three counts for each engine: broken attempts in a row, weights that another scheduler changed,
-and losses that the log has.
-
-Reads no clock.
+"""Three counts for each engine: broken attempts in a row, weights changed by another scheduler, and
+logged losses. Reads no clock.
 """
 
 from dataclasses import dataclass, field

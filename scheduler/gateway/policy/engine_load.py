@@ -30,7 +30,7 @@ STALL_PAUSE_S = 1.0
 # looks too slow is not tried, so that nothing better is learned of it.
 LEAST_IDLE_RATIO = 0.25
 
-# What the guess weighs against measured tokens; about one turn.
+# Weight of the guess, in measured tokens; about one turn.
 _GUESS_TOKENS = 16.0
 
 
@@ -88,13 +88,13 @@ class EngineLoad:
         self.open_turns += 1
 
     def stall(self, *, now: float) -> None:
-        """Records that a turn was taken off. Its wait dates the gate's closing, not the engine's
+        """Records that a turn was taken off. Its wait dates the gate's closing and shows no
         speed."""
         self.open_turns -= 1
         self.stalled_s = now
 
     def refuse(self, turn: str, *, retry_s: float, now: float) -> None:
-        """A turn came back at once. Nothing is learned of the engine's speed."""
+        """The engine refused the turn at once, which shows nothing about its speed."""
         self.open_turns -= 1
         self.limit = max(1, self.open_turns)
         if self.refused not in ("", turn):

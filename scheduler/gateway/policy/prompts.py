@@ -31,8 +31,8 @@ class Prompt:
 
 
 class Prompts:
-    """One prompt for all turns with the same tuple of ids, found by its `id()`: a comparison of two
-    tuples would be a pass over both."""
+    """One prompt for all turns that share a tuple of token ids, found by the tuple's `id()`: a
+    comparison of two tuples would be a pass over both."""
 
     def __init__(self) -> None:
         self._held: WeakValueDictionary[int, Prompt] = WeakValueDictionary()

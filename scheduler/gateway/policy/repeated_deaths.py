@@ -64,7 +64,7 @@ class RepeatedDeaths:
         self._on: dict[EngineId, Counter[str]] = {}
         """Attempts on each engine, by prompt."""
         self._lives: OrderedDict[str, _Life] = OrderedDict()
-        """Prompts on engines, and those with deaths, the latest death last."""
+        """Prompts on engines, and prompts with deaths, the latest death last."""
         self._deaths: deque[_Death] = deque(maxlen=_DEATHS)
         self._died = 0
         self._fleet_s = 0.0
@@ -95,8 +95,8 @@ class RepeatedDeaths:
         self._forget(prompt)
 
     def died(self, prompts: Iterable[str], *, now: float) -> None:
-        """An engine died with these on it. Their attempts end afterwards, or have ended if it was
-        silent first."""
+        """An engine died with these prompts on it. Their attempts end later; if it was silent
+        first, they have ended."""
         self._pass(now)
         death = _Death(now, frozenset(prompts))
         self._deaths.append(death)
@@ -109,7 +109,7 @@ class RepeatedDeaths:
             life.apart = bool(reason) and not alone
             if life.judged_s is None and reason and alone:
                 life.judged_s = now + HELD_S
-        # As many as came: an engine dies with all of its prompts.
+        # Removes as many as came: an engine dies with all of its prompts.
         for prompt in tuple(islice(self._lives, max(0, len(self._lives) - _REMEMBERED))):
             self._forget(prompt, dead=True)
 
@@ -168,7 +168,7 @@ class RepeatedDeaths:
 
 
 def _chance_of(deaths: int, expected: float) -> float:
-    """Probability of so many deaths or more, by Poisson's law."""
+    """Probability of at least `deaths` deaths, by Poisson's law."""
     term, fewer = exp(-expected), 0.0
     for count in range(deaths):
         fewer += term

@@ -219,7 +219,7 @@ class RoutingPolicy:
         return QueueTurn(turn=turn.turn)
 
     def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Queues held turns whose pin can be met now, refuses those that waited long enough."""
+        """Queues held turns whose pin can be met now; refuses turns that waited long enough."""
         reviewed: list[RoutingEffect] = []
         waits: dict[tuple[LineKey, bool], bool] = {}
         for turn in tuple(self._held.values()):
@@ -254,7 +254,7 @@ class RoutingPolicy:
     def _refusal(self, turn: TurnArrived, now: float) -> RefuseTurn | None:
         target = self._target
         if target is None or turn.job != target.job:
-            # The active job may be another tenant's: its name is not told.
+            # The active job may be another tenant's, so the text does not name it.
             active = "another one is" if target else "none is"
             how = f"POST /v1/jobs/{turn.job}/activate"
             reason = f"job {turn.job} is not active ({active}); activate it first: {how}"
@@ -269,7 +269,7 @@ class RoutingPolicy:
         return RefuseTurn(turn=turn.turn, refusal=refusal, reason=unmet)
 
     def too_long(self, job: JobId, context_tokens: int) -> str:
-        """Why no engine holds a turn of so many tokens of the active job; "" where one may."""
+        """Why no engine holds a turn of `context_tokens` of the active job; "" if one may."""
         limit, active = self._context_limit, self._target is not None and self._target.job == job
         if not active or limit is None or context_tokens <= limit:
             return ""
@@ -334,7 +334,7 @@ class RoutingPolicy:
         )
 
     def _forget(self, event: TrajectoryEnded) -> Iterator[ForgetPrefix]:
-        """The trajectory, and those of the samples `.0`, `.1`, ... of its requests."""
+        """The trajectory and the trajectories of its requests' samples `.0`, `.1`, ..."""
         parts = (TrajectoryId(f"{event.trajectory}.{index}") for index in count())
         there = takewhile(lambda part: (event.job, part) in self._last, parts)
         for name in chain((event.trajectory,), there):

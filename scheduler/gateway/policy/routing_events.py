@@ -55,7 +55,7 @@ class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offer
     numerics: str = ""
     """Label of all inputs of its log-probabilities."""
     idle_ratio: float | None = None
-    """Idle share that is forecast for a guest's slot, nine times of ten more; None is unknown."""
+    """Forecast idle share of a guest's slot at its P10; None if unknown."""
 
 
 class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
@@ -69,7 +69,7 @@ class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_lim
 
 
 class RequestArrived(msgspec.Struct, frozen=True, kw_only=True, tag="request_arrived"):
-    """These turns of one request arrive soon: all of them may wait, or none is taken."""
+    """These turns of one request arrive soon: the queue admits all of them or none."""
 
     turns: tuple[str, ...]
 
@@ -93,7 +93,7 @@ class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived")
     pin_until_s: float = math.inf
     """A pin that no engine meets yet is waited for until then."""
     numerics: str = ""
-    """Its engine must have this label; empty: any."""
+    """Label that the turn's engine must have; empty: any."""
     resumed: bool = False
     """Lost its engine; it waits in front of all others."""
     since_s: float | None = None
@@ -119,7 +119,7 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
 
 
 class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
-    """A suspect is none any more; it stays where it is."""
+    """The turn is no longer a suspect; it stays on its engine."""
 
     turn: str
 

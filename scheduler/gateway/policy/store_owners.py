@@ -18,8 +18,8 @@ from harvester.contracts.ids import JobId
 
 ANY = "*"
 MAX_STORES = 4096
-"""Stores of one job that are remembered. One without a pattern may publish no more in its life;
-those of a pattern are its tenant's all the same."""
+"""Remembered stores of one job. A job without a pattern may publish no more stores in its life;
+stores that match a pattern are its tenant's anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StoreRule:
     pattern: str | None = None
 
     def names(self, store: str) -> bool:
-        """Whether the pattern keeps the store from other tenants. That of every store does not."""
+        """Whether the pattern keeps the store from other tenants. The pattern `*` does not."""
         return self.pattern not in (None, ANY) and fnmatchcase(store, self.pattern or "")
 
 
@@ -69,7 +69,7 @@ class StoreOwners:
         return ""
 
     def _owner(self, store: str) -> str | None:
-        """The tenant; None while there is none."""
+        """The store's tenant; None without one."""
         named = self._jobs.get(JobId(store))
         rules = sorted(self._jobs.items())
         owners = [

@@ -81,8 +81,8 @@ class Attempt:
     reasoning: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's renderer about reasoning, passed on."""
     emitted: tuple[int, ...] = ()
-    """The turn's output so far, for an engine that goes on from it as from its own; [] where
-    `token_ids` ends with it."""
+    """The turn's output so far, for an engine that continues it like its own; () if `token_ids`
+    ends with it."""
     prompt: Prompt
 
     @property
@@ -165,7 +165,7 @@ class Turn:
     """Fields for which it cannot leave the engine of its newest attempt with its output."""
     attempts: int = 0
     end_tokens: EndTokens = field(default_factory=EndTokens)
-    """EOS tokens of the job's model as learned so far, shared by its turns."""
+    """EOS tokens of the job's model learned so far, shared by its turns."""
     prompt: Prompt
     _content: str = ""
     _sampling_mask: list[tuple[int, ...]] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Prompt and output so far, in tokens."""
+        """Length of prompt and output so far, in tokens."""
         return len(self.request.token_ids) + len(self.token_ids)
 
     @property
@@ -275,7 +275,7 @@ class Turn:
         return self._open
 
     def sampling_left(self, *, resumes: bool = False) -> SamplingParams:
-        """Sampling of the rest, with the output so far as output, if it `resumes`, or as prompt."""
+        """Sampling of the rest. The output so far stays output if the engine `resumes`."""
         wanted, offset = self.request.sampling_params, len(self.token_ids)
         sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
         if resumes:
@@ -313,7 +313,7 @@ class Turn:
         stop_reason: int | str | None = None,
         routed_experts: str | None = None,
     ) -> None:
-        """Ends the attempt by the engine's word: final, whatever happens to its stream.
+        """Ends the attempt as the engine reports: final, whatever happens to its stream.
 
         `reported`: one of `FINISHED`.
         """
@@ -387,7 +387,7 @@ class Turn:
         self.counters.refused += 1
 
     def choice(self, *, start: int = 0) -> Choice:
-        """Tokens from `start` on, with all spans closed so far that reach behind it."""
+        """Tokens from `start` on, with all closed spans that end after `start`."""
         spans, masked = self.spans_now(), self._sampling_mask
         all_masked = masked and len(masked) == len(self.token_ids)
         return Choice(
@@ -404,7 +404,7 @@ class Turn:
         )
 
     def spans_now(self) -> list[Span]:
-        """Spans of all tokens so far, those of the open attempt included."""
+        """Spans of all tokens so far, also of the open attempt."""
         opened = self._open_span()
         return [*self._spans, opened] if opened else self._spans
 
@@ -433,7 +433,7 @@ class Turn:
 
 
 def _version_ranges(spans: Sequence[Span]) -> tuple[VersionRange, ...]:
-    """Spans of one version joined, whatever engines made them."""
+    """Joins adjacent spans of one version, whichever engines made them."""
     ranges: list[VersionRange] = []
     for span in spans:
         start, version = span.start, str(span.version)
@@ -486,7 +486,7 @@ class TurnLedger:
         return turn
 
     def close(self, turn: Turn) -> None:
-        """Forget a turn; one that has not ended ends as aborted."""
+        """Forget a turn; a turn that has not ended ends as aborted."""
         if not turn.ended:
             turn.end(FinishReason.ABORT)
         self._open.pop(turn.request.request_id, None)

@@ -34,8 +34,8 @@ class QueueRank(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedTurn:
-    """One arrival of a turn, in its line. The turn's next arrival is another one: its suspicion and
-    the engines that it avoids may differ."""
+    """One arrival of a turn, in its line. The turn's next arrival is a separate object: its
+    suspicion and avoided engines may differ."""
 
     turn: TurnArrived
     rank: QueueRank
@@ -46,13 +46,13 @@ class QueuedTurn:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Arrivals that differ in nothing that routing looks at but age."""
+    """Queued turns that routing treats alike except for their age."""
 
     waiting: tuple[deque[QueuedTurn], ...] = field(
         default_factory=lambda: tuple(deque() for _ in QueueRank)
     )
     begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
-    """Those of rank BEGUN again, by the last engine of their trajectory."""
+    """Queued turns of rank BEGUN, by the last engine of their trajectory."""
 
 
 class TurnQueue:
@@ -60,7 +60,7 @@ class TurnQueue:
         self._queued: dict[str, QueuedTurn] = {}
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
-        """Contexts of all engines so far, sorted; the same turns fit all lengths between two."""
+        """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
         self._versions: list[WeightVersion] = []
         """Versions that engines serve or come to serve, sorted. Least versions between two of them
         are one: a line for each that clients think of would make every decision as long."""
@@ -69,7 +69,7 @@ class TurnQueue:
         return len(self._queued)
 
     def __iter__(self) -> Iterator[TurnArrived]:
-        """In the order of their arrival; those met may be removed."""
+        """Yields arrivals in their order; the caller may remove an arrival once it was yielded."""
         return (queued.turn for queued in tuple(self._queued.values()))
 
     def add(self, queued: QueuedTurn) -> None:
@@ -114,7 +114,7 @@ class TurnQueue:
 
     def oldest_first(self, rank: QueueRank) -> Iterator[QueuedTurn]:
         """The first turn of each line, the oldest first, and the next of each line of which one is
-        removed meanwhile. One that stays blocks its own line only."""
+        removed meanwhile. A turn that stays blocks only its own line."""
         heads = [
             (first.since_s, place, line)
             for place, line in enumerate(self._lines.values())
@@ -155,7 +155,7 @@ class TurnQueue:
         waiting = line.waiting[queued.rank]
         at = bisect_right(waiting, queued.since_s, key=_since)
         if at and not self._waits(waiting[at - 1]):
-            # Its own arrival before, as a rule: behind a first turn that waits they would pile up.
+            # As a rule its own earlier arrival: behind a first turn that waits they would pile up.
             waiting[at - 1] = queued
         else:
             waiting.insert(at, queued)

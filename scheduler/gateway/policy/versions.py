@@ -148,8 +148,8 @@ class VersionPolicy:
         return at.state if at else None
 
     def version(self, engine: EngineId) -> WeightVersion | None:
-        """The version that it was brought to last; None while it has been brought to none since it
-        joined: its weights are unknown."""
+        """The version that the engine was last brought to; None before the first since it joined:
+        its weights are unknown."""
         at = self._engines.get(engine)
         return at.version if at and at.job != NO_JOB else None
 

@@ -19,11 +19,11 @@ PRIOR_SPREAD_RATIO: Final = 0.145
 """Mean and standard deviation of a mean that lies anywhere from half the maximum to all of it."""
 PRIOR_CV: Final = 0.1
 PRIOR_WEIGHT: Final = 4.0
-"""Observations that the prior coefficient of variation counts for."""
+"""Weight of the prior coefficient of variation, in observations."""
 DRIFT_SURE: Final = 4.0
 """Standard deviations of a slope; of 1,200 jobs without drift three were ever taken to drift."""
 DRIFT_AHEAD: Final = 4.0
-"""Observations ahead that a drifting mean is believed at: the middle of what a forecast runs."""
+"""Observations by which a drifting mean is extrapolated: half of what a forecast runs."""
 DRIFT_RATIO_MAX: Final = 2.0
 """Most that a drift takes the mean up or down from the faded one."""
 

@@ -31,11 +31,11 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     tail: TailShape = UNDIVIDED
     """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
     sync: PhaseEstimate | None = None
-    """Duration of the weight sync after a training; None: none was declared or seen."""
+    """Duration of the weight sync after a training; None if neither declared nor seen."""
     moving: bool = False
     """Whether it is on its way: resident on its nodes, and pinned to its next ones."""
     moved_s: float | None = None
-    """Time at which its last move began; None: it never moved."""
+    """Start time of the job's last move; None before its first move."""
     open_s: float = 0.0
     """Solo seconds of the present iteration that have ended; lost with the iteration."""
     next_phase: PhaseKind = PhaseKind.ROLLOUT
@@ -53,7 +53,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     def of(
         cls, job: JobSpec, *, cold_start_s: float, began_s: float | None = None, now: float
     ) -> "JobFacts":
-        """Its SLO counts from `began_s` on; None: from now on."""
+        """The job's facts. The SLO counts from `began_s` on; None: from now on."""
         rollout, training, *sync = job.phases
         return cls(
             spec=job,

@@ -7,7 +7,7 @@ forecast therefore follows the job's credit, up and down. A job with more credit
 may spend the excess; a job with less gets a tighter bound, so that a wrong forecast leads to a move
 while the job still has the credit for one. A forecast of a few iterations does not show some costs
 (a phase that others overrun slightly, a switch that comes too late). Credit must cover them,
-present or soon to come; a job without any gets nodes of its own.
+present or soon to come; a job without credit gets dedicated nodes.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ SPEND_OVER_S: Final = 6 * 3600.0
 RECOVER_OVER_S: Final = 1.5 * 3600.0
 """Time over which a job regains its missing reserve, in s: short, so that the reserve lasts."""
 RESERVE_ITERATIONS: Final = 1.5
-"""Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
+"""Credit kept in reserve, in iterations: cost of a move beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
-"""Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
+"""Cap on the reserve, as a share of the credit that the job would have earned alone."""
 SURPRISE_ITERATIONS: Final = 0.5
 """Unforeseen cost of company between two reviews, in the job's iterations: company comes at any
 moment of its cycle, and first come, first served makes the job wait once."""
 REGAIN_ITERATIONS: Final = 3.0
-"""Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
-that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
+"""Iterations alone, about the time between two reviews, in which a job has to regain a surprise's
+cost. A job that drifts is not expected to: its forecast errs again the same way."""
 NEEDS_DEDICATED_NODES: Final = 0.0
-"""Slow-down ahead of a job that may share no node: no shared node keeps it."""
+"""The SLO of a job that needs dedicated nodes: no shared node can keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class SloAccount:
 
     slo: float
     began_s: float
-    """Its placement, or its submission where an SLO counts queueing."""
+    """Time of the placement, or of the submission if an SLO counts queueing."""
     solo_s: float
     """Time that the finished phases, and a cold start, would have taken alone."""
 
@@ -79,7 +79,7 @@ class SloAccount:
     ) -> float:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
 
-        NEEDS_DEDICATED_NODES if only nodes of its own can do that.
+        NEEDS_DEDICATED_NODES if only dedicated nodes can do that.
         """
         if self.needs_own_nodes(
             now, iteration_s=iteration_s, under_way_s=under_way_s, drifts=drifts

@@ -100,7 +100,7 @@ class ClusterPolicy:
         return fault
 
     def submit(self, given: JobSpec, *, now: float) -> None:
-        """Also of a known job, when its process restarts or has left its old nodes."""
+        """Places a job; a known one comes again when it restarts or has left its old nodes."""
         placed = self.placements.get(given.job)
         if placed is None:
             self.arrivals += 1
@@ -303,7 +303,7 @@ class ClusterPolicy:
             case PlacementDecision.MOVED:
                 if not placed.started or placed.at is None:
                     placed.changed = True
-                    # Nothing of it is on the nodes that it would have to leave.
+                    # The job has no state on the nodes that it would leave.
                     self._leave_old(placed, now)
             case PlacementDecision.RESTARTED:
                 self._restart(placed, to.placement, now)

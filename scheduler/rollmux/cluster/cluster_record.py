@@ -1,7 +1,7 @@
 """The records that a restart of the cluster policy needs, and the policy rebuilt from them.
 
 One record per job and one for the layout. The planner's caches (verdicts, time of the last look)
-are not kept: it looks again.
+are not kept; the planner looks again.
 """
 
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ _NAMES_AT_ONCE = 1000
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     placed: JobPlacement
     facts: JobFacts | None = None
-    """None while it waits for a placement."""
+    """The job's facts; None while it waits for a placement."""
     held: tuple[NodeId, ...] = ()
     """Nodes whose host memory has its state."""
 
     def shifted(self, by_s: float) -> "JobRecord":
-        """This record, its times shifted by `by_s` to another clock."""
+        """A copy with times shifted by `by_s` to another clock."""
         placed, facts = self.placed, self.facts
         placed.submitted_s += by_s
         placed.placed_s = None if placed.placed_s is None else placed.placed_s + by_s
@@ -51,7 +51,7 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: int = 0
     move_s: MeasuredSeconds | None = None
     warm_start_s: MeasuredSeconds | None = None
-    """These two: None before the first layout was written."""
+    """Both are None before the first layout was written."""
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):

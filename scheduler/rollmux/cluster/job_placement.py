@@ -33,13 +33,13 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     notified: bool = False
     """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
-    """Its nodes differ from those its process knows: it is notified before its next phase."""
+    """The job's process does not know its new nodes yet; it is notified before its next phase."""
     arrived_s: float | None = None
     """Time of its arrival on other nodes, until it requests a phase there."""
     started: bool = False
     """Whether it ever had a permit: before that it has no state anywhere."""
     reason: str = ""
-    """Why it is there, why it goes there, or why it waits."""
+    """Reason for the present placement, the move or the wait."""
     iterations: int = 0
     moves: int = 0
 

@@ -111,7 +111,7 @@ class NodeFleet:
         self.failed.discard(machine)
 
     def named(self, names: Iterable[NodeId]) -> tuple[NodeId, ...]:
-        """Their machines; nothing where one is missing."""
+        """Machines with these names; () if one is missing."""
         wanted = tuple(names)
         found = tuple(self.machines[name] for name in wanted if name in self.machines)
         return found if len(found) == len(wanted) else ()

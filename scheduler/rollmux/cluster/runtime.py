@@ -2,7 +2,7 @@
 
 Calls of jobs and operators go to the permits or to the plan. Granted and ended permits teach the
 plan, and its effects on permits are applied in the same decision. A service, a Ray actor and a
-simulator are shells around it: they bring events and times, and do what the effects say.
+simulator are shells around it: they bring events and times, and carry out the effects.
 """
 
 from typing import Any, ClassVar
@@ -74,7 +74,7 @@ class PhaseRuntime:
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], ClusterRecord))
         self.permits.close(self.cluster.fleet.failed)
-        # A state file has neither: after a restart every job gets its time anew.
+        # A state file has neither: after a restart every job gets its full time again.
         self._reviewed_s = kept.get("reviewed_s")
         self._last_call_s = dict(kept.get("last_call_s", {}))
 

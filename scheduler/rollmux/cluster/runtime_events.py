@@ -21,7 +21,7 @@ class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
 
 
 class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):
-    """A node has failed, or is there again: by an operator or a health check."""
+    """A node has failed or is back, as reported by an operator or a health check."""
 
     node: NodeId
     failed: bool
@@ -59,9 +59,9 @@ class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
 
 
 class OrderMove(Placement, frozen=True, kw_only=True, tag="order_move"):
-    """Its iteration is over: the job leaves its nodes and goes on there.
+    """The job's iteration is over: it leaves its nodes and goes on at the given ones.
 
-    When it requests its next phase, its old nodes are free of it.
+    It has left the old nodes when it requests its next phase.
     """
 
     reason: str

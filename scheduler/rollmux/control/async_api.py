@@ -26,7 +26,7 @@ class AsyncPhaseApi:
 
     async def call(self, name: str, body: bytes, caller: TenantId | None = None) -> bytes:
         """Answers one call with a JSON reply. Raises PeerProtocolError for an invalid call,
-        HTTPForbidden for another tenant's; None: the operator."""
+        HTTPForbidden for another tenant's. `caller` None: the operator."""
         message = decoded_call(name, body)
         self.owners.check(message, caller)
         reply = self.service.call(message)

@@ -1,4 +1,4 @@
-"""`rosemux phases`: the phase control of one machine, and how it stands."""
+"""`rosemux phases`: the phase control of one machine, and its status."""
 
 import asyncio
 from pathlib import Path
@@ -91,7 +91,7 @@ def submit(
     socket: _Socket,
     token_file: _TokenFile = None,
 ) -> None:
-    """Ask a control that plans for placements; a job that is known hears where it is."""
+    """Ask a planning control for placements; a known job's present placement is printed."""
     from scheduler.rollmux.cluster.runtime_events import Submit
     from scheduler.rollmux.control.nodes_file import read_specs
     from scheduler.rollmux.control.socket_transport import SocketTransport

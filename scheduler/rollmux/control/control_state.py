@@ -42,7 +42,7 @@ class ControlState:
         )
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The snapshot that the policy restores; None if nothing was ever kept."""
+        """The snapshot that the policy restores; None if no state was ever kept."""
         counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
         if counters is None:
             return None
@@ -59,7 +59,7 @@ class ControlState:
         return dict(self._db.execute("SELECT job, tenant FROM owners"))
 
     def keep_owners(self, owners: Mapping[JobId, TenantId]) -> None:
-        """In place of those kept before. Raises Exhausted where the disk takes nothing."""
+        """Replaces the recorded owners. Raises Exhausted if the disk is full."""
         with self._transaction():
             self._db.execute("DELETE FROM owners")
             self._db.executemany("INSERT INTO owners VALUES (?, ?)", owners.items())
@@ -70,7 +70,7 @@ class ControlState:
         job_permits: Mapping[JobId, JobPermit | None],
         plan: Mapping[str, bytes | None] = _NOTHING,
     ) -> None:
-        """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
+        """Writes all records or none; None deletes one. Raises Exhausted if the disk is full."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
             for job, permit in job_permits.items():

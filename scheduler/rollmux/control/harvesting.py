@@ -46,7 +46,7 @@ class Harvesting:
     """Its private key."""
 
     def of(self, job: JobId) -> "JobGateway":
-        """Raises ConfigError where the URL or a file is none."""
+        """The job's gateway. Raises ConfigError for an invalid URL or credential file."""
         files = {name: value for name, value in asdict(self).items() if name != "gateway"}
         try:
             return JobGateway(self.gateway, job, Credentials(**files))
@@ -69,7 +69,7 @@ class GatewayView(GatewayFleet, frozen=True):
         return tuple(each for each in self.engines.values() if each.kind == EngineKind.GUEST)
 
     def tokens(self, job: JobId) -> dict[EngineKind, int]:
-        """Generated so far, by the kind of engine."""
+        """Number of tokens generated so far, by kind of engine."""
         tokens = self.jobs[job].tokens if job in self.jobs else {}
         return {kind: tokens[kind] for kind in EngineKind if kind in tokens}
 
@@ -99,7 +99,7 @@ class JobGateway:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def switch_off(self) -> None:
-        """Nothing is the job's before its first permit. Raises ConfigError where it is refused."""
+        """Allows no engines and leases before the first permit. Raises ConfigError on refusal."""
         try:
             self.switch(Switches(dedicated=False, harvesting=False), for_s=0.0)
         except PeerProtocolError as error:
@@ -112,7 +112,7 @@ class JobGateway:
         self._post("activate", None, timeout_s=ACTIVATE_S)
 
     def switch(self, switches: Switches, *, for_s: float) -> None:
-        """Switches stay on for so long. Dedicated engines first: they are another job's soon."""
+        """Sets switches for `for_s`. Dedicated engines first: another job gets them soon."""
         for name, on in switches._asdict().items():
             body = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
             self._post(name, body, timeout_s=ANSWER_S)

@@ -1,4 +1,4 @@
-"""The shell around a rollout's leased tail: one permit, the job's gateway and a thread of its own.
+"""The shell around a rollout's leased tail: one permit, the job's gateway and its own thread.
 
 The thread polls both, renews the job's switches at the gateway and sends the permit's requests,
 independent of the job's code, synchronous or asyncio. Without an answer from the gateway nothing
@@ -57,7 +57,7 @@ class LeasedRollout:
         self._nodes = permit.nodes
         self._switch_ttl_s = min(SWITCH_TTL_S, permit.lease_s)
         self._kept: Switches | None = None
-        """Switches that the gateway has confirmed; None before that."""
+        """Switches that the gateway has confirmed; None before the first."""
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
         """Tokens before the rollout, by the kind of engine."""
@@ -83,7 +83,7 @@ class LeasedRollout:
         return tuple(self._tail.tails)
 
     def begin(self) -> None:
-        """The job's engines are its own, and serve it, on return; where the gateway answers."""
+        """Gives the job its engines and makes them serve it, if the gateway answers."""
         view = self._view()
         self._tokens = {} if view is None else view.tokens(self._permit.job)
         self._began_s = self._clock.now()
@@ -91,14 +91,14 @@ class LeasedRollout:
             try:
                 self._gateway.activate()
             except Stale:
-                pass  # Its first publish makes it the one that is served.
+                pass  # The job's first publish makes it the served job.
             except RoseMuxError as error:
                 self._log_once(error)
         self._keep_switches()
         self._poller.start()
 
     def end(self) -> None:
-        """Neither engines nor leases are the job's any more."""
+        """Takes engines and leases from the job."""
         self._over.set()
         self._poller.join()
         self._tail.end(now=self._clock.now())
@@ -115,7 +115,7 @@ class LeasedRollout:
             self._leased_ratio = self._measured_ratio()
 
     def _measured_ratio(self) -> float:
-        """Share of the tokens so far that guests made; 0 without a report of the gateway."""
+        """Share of the tokens so far that guests generated; 0 without a report of the gateway."""
         # A gateway that failed to answer last is not asked: other jobs wait for these nodes.
         view = self._view() if self._kept is not None and self._tokens else None
         if view is None:

@@ -85,7 +85,7 @@ class LoadedStates:
         return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """Releases states on these nodes, or all, and reports clear nodes; one that fails stays."""
+        """Releases states on these nodes, or all, and reports clear nodes; failed ones stay."""
         asked = None if nodes is None else frozenset(nodes)
         gone = set(asked or ())
         with self._lock:
@@ -144,7 +144,7 @@ class LoadedStates:
             self.release()
 
     def _say(self, nodes: Iterable[NodeId]) -> object:
-        """The reply; None without one. An absent control cannot start another job either."""
+        """The reply; None without a reply. An absent control cannot start another job either."""
         asked_s = self._clock.now()
         call = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:

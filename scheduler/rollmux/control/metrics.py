@@ -94,7 +94,7 @@ class PhaseMetrics:
                 self._processes[permit.job] = (permit.holder, kinds)
 
     def decided(self, effects: Iterable[RuntimeEffect], policy: PhasePolicy, *, now: float) -> None:
-        """`policy` as it stands after `effects`."""
+        """`policy`: its state after `effects`."""
         for effect in effects:
             match effect:
                 case GrantPermit():
@@ -155,7 +155,7 @@ class PhaseMetrics:
             self._hold_s.labels(end.kind).observe(max(0.0, now - permit.started_s))
 
     def _begin(self, kind: PhaseKind) -> None:
-        """Every series is there from the first scrape on: an increase needs a zero before it."""
+        """Creates every series before the first scrape: an increase needs a zero before it."""
         for start in ("cold", "warm"):
             self._starts.labels(kind, start)
         for reason in PermitEndReason:

@@ -40,7 +40,7 @@ _CALLS_AT_ONCE = 1000
 
 
 class ControlActor:
-    """Made a Ray actor by `start_control`; its methods run in the actor's event loop."""
+    """Becomes a Ray actor in `start_control`; its methods run in the actor's event loop."""
 
     def __init__(
         self,

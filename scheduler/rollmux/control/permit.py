@@ -24,7 +24,7 @@ from scheduler.rollmux.permits.job_permit import PermitStage
 
 _BEATS_PER_LEASE = 3
 _BEAT_MAX_S = 1.0
-"""Upper bound of the beat period, in s: the reply tells a tail that other jobs wait."""
+"""Upper bound of the beat period, in s: the reply shows a tail that other jobs wait."""
 _PROGRESS_STEP = 0.01
 """Progress by less than this waits for the next beat."""
 _MARGIN_RATIO = 0.1
@@ -91,7 +91,7 @@ class Permit:
 
     @property
     def keep(self) -> tuple[NodeId, ...] | None:
-        """Nodes to bring the tail together on before calling `narrowed`; None: not asked to."""
+        """Nodes on which to gather the tail before calling `narrowed`; None without a request."""
         return self._state.keep if self._state.stage is PermitStage.NARROWING else None
 
     @property

@@ -57,7 +57,7 @@ class Phase(ContextDecorator):
         except asyncio.CancelledError:
             cancelled.set()
             with suppress(Exhausted):
-                # A permit that came all the same is given back.
+                # A permit that still came is given back.
                 permit = await _outlasted(beginning)
                 await _outlasted(asyncio.to_thread(self._source().end, permit, failed="cancelled"))
             raise

@@ -110,7 +110,7 @@ class PhaseClient:
         self.job = terms.job
         self.starts: list[Start] = []
         self.placement: Placed | None = None
-        """Placement by a planning control; None without one."""
+        """Placement by a planning control; None without a plan."""
         self.tails: list[Tail] = []
         """Tails that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
@@ -144,9 +144,9 @@ class PhaseClient:
     ) -> None:
         """Hooks that load this kind of phase's state on accelerators, and take it off them.
 
-        It stays loaded when its phase ends, until another job is to start there: `on_release` may
-        be called by another thread, during another phase of the job. Without `stays_loaded` it is
-        called when the phase ends.
+        The state stays loaded when its phase ends, until another job is to start there:
+        `on_release` may be called by another thread, during another phase of the job. Without
+        `stays_loaded` it is called when the phase ends.
         """
         self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release, stays_loaded)
 
@@ -232,7 +232,7 @@ class PhaseClient:
             permit.check()
 
     def _withdraw(self) -> None:
-        """Withdraws the request; if the control does not hear it, the lease expires."""
+        """Withdraws the request; if the control cannot be reached, the lease expires."""
         with suppress(Exhausted, PeerProtocolError):
             self._transport.call(Withdraw(job=self.job, holder=self._holder))
 
@@ -252,7 +252,7 @@ class PhaseClient:
             pauses.pause(Exhausted(f"job {self.job} {reply_text(reply)}"))
 
     def _answer(self, message: Call, pauses: Backoff) -> Reply | None:
-        """The reply; None, after a pause, where none came."""
+        """The reply; None, after a pause, if no reply came."""
         try:
             return self._transport.call(message)
         except Exhausted as error:

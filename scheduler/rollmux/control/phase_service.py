@@ -75,7 +75,7 @@ class PhaseService:
     ) -> None:
         self.config = config
         self.journal = journal
-        """The directory that decisions are written to; None: they are not."""
+        """The directory to which decisions are written; None: decisions are not written."""
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._policy = self._new_policy()
@@ -303,7 +303,7 @@ class PhaseService:
         return PermitPolicy(self.config)
 
     def _kept(self) -> dict[str, Any] | None:
-        """The policy's kept state, in the times of this clock; None where nothing was kept."""
+        """The policy's kept state, in the times of this clock; None without a kept state."""
         if self.state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
         return self.state.snapshot()

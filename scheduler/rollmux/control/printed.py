@@ -33,7 +33,7 @@ def _permits(jobs: Sequence[JobStatus]) -> Table:
 
 
 def _held(job: JobStatus) -> str:
-    """Nodes of its permit, then those where its state is without one; the last may be asked for."""
+    """Nodes of the permit, then nodes with the job's state alone, which may be asked for."""
     words = [" ".join(job.nodes)] if job.nodes else []
     if job.loaded:
         asked = ", asked to leave" if job.unload else ""

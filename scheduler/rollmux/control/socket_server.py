@@ -1,4 +1,4 @@
-"""The phase control as a process of its own, on a Unix socket that only its user may open.
+"""The phase control as a separate process, on a Unix socket that only its user may open.
 
 rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECTORY]
                      [--metrics-port PORT] [--tenants FILE [--group GROUP]]
@@ -100,7 +100,7 @@ def metrics_of(service: PhaseService) -> Callable[[web.Request], Awaitable[web.R
 async def exposition(
     service: PhaseService, port: int | None, tenants: Tenants | None = None
 ) -> AsyncGenerator[None, None]:
-    """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
+    """Serves metrics alone on a loopback port, since Prometheus connects to no Unix socket.
 
     Raises ConfigError where the port is taken. Without a port it does nothing.
     """

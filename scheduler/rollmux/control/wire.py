@@ -35,7 +35,7 @@ WAIT_MAX_S: Final = 30.0
 
 
 class ControlUnreachable(Exhausted):
-    """No control runs. None can give the permit to another job either: a holder goes on with it."""
+    """No control runs, so that no other job can get the permit: a holder goes on with it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted", omit_defaults=True):
@@ -57,7 +57,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
-    """For a permit, or for a placement: it gets one by itself; ask again to hear of it."""
+    """The job waits for a permit or a placement; ask again to learn of it."""
 
     ahead: int
     """Jobs that come before."""
@@ -116,7 +116,7 @@ class PlanStatus(Placement, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one job, for people and dashboards; no call's answer."""
+    """Status of one job, for people and dashboards; not a reply to a call."""
 
     job: JobId
     stage: PermitStage
@@ -142,7 +142,7 @@ class Placed(Placement, frozen=True, kw_only=True, tag="placed"):
     group: str
     reason: str
     harvesting: bool = False
-    """Its rollouts may use leases."""
+    """Whether the job's rollouts may use leases."""
 
 
 EnterReply = Granted | Waiting | CallRefused
@@ -181,7 +181,7 @@ def call_name(message: Call) -> str:
 
 
 def encoded_call(message: Call) -> bytes:
-    """A call's body. Raises ConfigError for a call that no control accepts, whatever its state."""
+    """A call's body. Raises ConfigError for a call that a control in any state would refuse."""
     name, body = call_name(message), msgspec.json.encode(message)
     # JSON has neither: they would arrive as null, which is "no bound" for an optional number.
     for field, value in _not_finite(msgspec.to_builtins(message), name):
@@ -238,7 +238,7 @@ def checked(call: Call) -> Call:
 
 
 def decoded_reply(body: bytes) -> Reply:
-    """Raises PeerProtocolError where it is none."""
+    """Raises PeerProtocolError for an invalid reply."""
     try:
         return _REPLY.decode(body)
     except UNDECODABLE as error:

@@ -1,4 +1,4 @@
-"""One event of a job's history, in words."""
+"""One event of a job's history as text."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

@@ -1,7 +1,7 @@
 """One job's history from the journal: its placements, the reasons of its moves, its permits.
 
-Fed with every line of a journal, it answers entries in the order of time; keeps no more than
-what the next line needs.
+It reads every line of a journal and returns entries in order of time; it keeps only the state that
+the next line needs.
 """
 
 from collections.abc import Iterator
@@ -166,7 +166,7 @@ class JobHistory:
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
-    """The typed record; None for a kind unknown to this version."""
+    """The typed record; None for a kind that this version does not know."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError:

@@ -24,7 +24,7 @@ class Moment(NamedTuple):
 
 
 class Began(NamedTuple):
-    """Start of a process or file, with a snapshot of the known jobs; None without one."""
+    """Start of a process or file, with a snapshot of the known jobs; None without a snapshot."""
 
     moment: Moment
     snapshot: dict[str, Any] | None
@@ -38,9 +38,9 @@ class Dated(NamedTuple):
 
 
 def journal_lines(directory: Path) -> Iterator[Began | Dated]:
-    """Line by line; a control may be writing meanwhile.
+    """Reads line by line; a control may be writing meanwhile.
 
-    Raises ConfigError where no journal of a phase control is there, Corrupt where a line is none.
+    Raises ConfigError without a phase control's journal, Corrupt for an invalid line.
     """
     paths = (directory / f"{policy}.jsonl" for policy in POLICIES)
     there = [path for path in paths if path.exists()]

@@ -1,4 +1,4 @@
-"""One job's permits in the journal: the wait for each, and the jobs waited for."""
+"""One job's permits in the journal: the wait for each, and the jobs that it waited for."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
@@ -59,7 +59,7 @@ class PermitSummary(msgspec.Struct, kw_only=True):
 
 
 class NodeHolders:
-    """Jobs on each node, and those that a waiting job has waited for, from permit effects."""
+    """Jobs on each node, and jobs that a waiting job has waited for, from permit effects."""
 
     def __init__(self) -> None:
         self._on: dict[NodeId, set[JobId]] = {}
@@ -67,7 +67,7 @@ class NodeHolders:
         """Nodes that a tail was asked to keep."""
 
     def begin(self, job_permits: Iterable[Mapping[str, Any]]) -> None:
-        """Anew, with the records of a snapshot."""
+        """Starts over with the records of a snapshot."""
         self._on, self._keeps = {}, {}
         for permit in job_permits:
             job = JobId(permit["terms"]["job"])

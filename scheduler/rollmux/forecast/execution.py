@@ -123,7 +123,7 @@ def node_count(mask: int) -> int:
 
 @compiled
 def _load(nodes: Records, wanted: int, job: int, warm_s: float) -> float:
-    """Puts the job's state on its nodes; the seconds until it is there."""
+    """Puts the job's state on its nodes; returns the seconds until it is loaded."""
     longest_s = 0.0
     for bit in range(FORECAST_NODES_MAX):
         if wanted >> bit == 0:

@@ -29,7 +29,7 @@ class Occupant(NamedTuple):
     bulk_ratio: float
     tail_share: float
     divisible: bool = True
-    """Its rollout may begin on what another's tail leaves of its nodes."""
+    """The rollout may begin on the part of its nodes that another job's tail leaves."""
 
 
 _OF_OCCUPANTS = ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share", "divisible")
@@ -86,7 +86,7 @@ def _host(jobs: Records, chosen: Records, masks: Records, first: int, hosted: Re
 def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
     """Elapsed over solo time, `[scenario, job]`.
 
-    One scenario is the mean itself, without any variation.
+    With one scenario, all durations are their means.
     """
     return slowdown_table(roster.jobs, _NODES, roster.beliefs, horizon, rules, _NO_LOG)
 

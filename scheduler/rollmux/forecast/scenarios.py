@@ -35,7 +35,7 @@ class Horizon(NamedTuple):
 
 
 class ShortRun(NamedTuple):
-    """A short forecast of the means, which rules out most of what will not do."""
+    """A short forecast of the means, which rules out most unfit placements."""
 
     warm_up: float = 1.0
     cycles: float = 5.0

@@ -35,7 +35,7 @@ _OPENS: Final = (ROLLOUT_STARTED, TAIL_MIGRATED, TRAINING_STARTED)
 
 
 class Stretch(NamedTuple):
-    """One job on its nodes for one phase, or for the bulk or the moved tail of one."""
+    """One job on its nodes for one phase, or for a phase's bulk or moved tail."""
 
     job: int
     """Its index in the roster."""

@@ -1,4 +1,4 @@
-"""Accelerators that a permit covers, and what a phase gets done on them.
+"""Accelerators that a permit covers, and the progress of a phase on them.
 
 A phase works at the share of its accelerators that it holds; its tail needs only the share that it
 keeps and works at its own speed anywhere. So a scheduler that sees permits only knows what a phase

@@ -74,7 +74,7 @@ class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
     failed: str = ""
     """Why it did not complete; empty if it did."""
     loading_s: Annotated[float, AtLeastZero] = 0.0
-    """Time spent on loading, offloading, moving its tail and in line, in s; no part of its solo
+    """Time spent on loading, offloading, moving its tail and waiting, in s; excluded from its solo
     duration."""
     leased_s: Annotated[float, AtLeastZero] = 0.0
     """Time that leases saved, in s: the solo duration is longer by it."""
@@ -125,7 +125,7 @@ class PermitEndReason(StrEnum):
 
 
 class AdmitJob(msgspec.Struct, frozen=True, kw_only=True, tag="admit_job"):
-    """These terms are in force; a permit that the job holds keeps its nodes to its end."""
+    """The job's terms are in force; a held permit keeps its nodes to its end."""
 
     job: JobId
 
@@ -140,11 +140,11 @@ class EnqueuePhase(msgspec.Struct, frozen=True, kw_only=True, tag="enqueue_phase
 
 
 class DropPlace(msgspec.Struct, frozen=True, kw_only=True, tag="drop_place"):
-    """The job stands in no line any more; when it asks again, it is last."""
+    """The job leaves all lines; its next request is last."""
 
     job: JobId
     forgotten: bool = False
-    """Nothing is known of the job any more."""
+    """The policy has forgotten the job."""
 
 
 class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit"):
@@ -227,7 +227,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     job: JobId
     reason: str
     unknown: bool = False
-    """The job has to be submitted again first: it hears where it is."""
+    """The control does not know the job; submit it again to learn its placement."""
 
 
 PermitEffect = (

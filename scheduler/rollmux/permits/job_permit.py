@@ -69,15 +69,15 @@ class JobPermit(msgspec.Struct, kw_only=True):
     kind: PhaseKind | None = None
     """Kind of the phase that it waits for or runs."""
     ticket: int = 0
-    """Its place in every line of that phase; lower is earlier."""
+    """The job's place in every line of the phase; lower is earlier."""
     holder: str = ""
     epoch: Epoch = NO_EPOCH
     nodes: tuple[NodeId, ...] = ()
     """Nodes held now."""
     awaits: tuple[NodeId, ...] = ()
-    """Nodes in whose lines it stands; with a permit, nodes that may widen it."""
+    """Nodes in whose lines the job waits; with a permit, nodes that may widen it."""
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """Accelerator numbers of the partly held nodes: from 0 on for a tail, else those beside another
+    """Accelerator numbers of partly held nodes: from 0 on for a tail, else the ones beside another
     job's tail."""
     keep: tuple[NodeId, ...] = ()
     """Nodes that the tail was asked to keep."""
@@ -85,7 +85,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
     """Accelerator numbers of the partly kept nodes."""
     enqueued_s: float = 0.0
     last_call_s: float | None = None
-    """Time of the worker's last request or the holder's last beat; None: none since enqueued."""
+    """Time of the worker's last request or the holder's last beat; None before the first."""
     started_s: float = 0.0
     warned_s: float | None = None
     revoked_s: float | None = None
@@ -102,7 +102,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
     worked_at_s: float = 0.0
     complete_ratio: float = 0.0
     course: Course | None = None
-    """Progress of the running phase; None: a part of it was not observed."""
+    """Progress of the running phase; None if a part was not observed."""
     curves: dict[PhaseKind, CompletionCurve] = {}
     """Completion curves of its ended phases."""
     longest_runs: dict[PhaseKind, LongestRun] = {}
@@ -118,7 +118,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
 
     @property
     def phase(self) -> PhaseTerms | None:
-        """Terms of the phase that it waits for or runs; None where its terms have it no more."""
+        """Terms of the phase that the job waits for or runs; None if the job's terms dropped it."""
         return None if self.kind is None else self.terms.phase(self.kind)
 
     @property

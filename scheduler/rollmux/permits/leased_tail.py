@@ -83,7 +83,7 @@ class TailSample:
     guest_busy: bool = False
     """Whether a guest has turns of the job."""
     guest_tokens: int = 0
-    """Tokens that guests have made for the job so far."""
+    """Number of tokens that guests have generated for the job."""
     engines_off: bool = False
     """The gateway confirmed that no turn of the job is on its own engines."""
 
@@ -105,9 +105,9 @@ class TailEnd(StrEnum):
     FINISHED = "finished"
     """The rollout ended on leases."""
     RETURNED = "returned"
-    """Its nodes were free again."""
+    """The job's nodes were free again."""
     LEASE_LOST = "lease_lost"
-    """Its turn in line came."""
+    """The job became first in line."""
     PERMIT_LOST = "permit_lost"
 
 

@@ -81,7 +81,7 @@ class PermitTable:
         del self.jobs[job]
 
     def leave_loaded(self, permit: JobPermit) -> None:
-        """Its state stays on its nodes' accelerators, but for the part that its tail had of one."""
+        """Its state stays on its nodes' accelerators, without the part of one that its tail had."""
         parts = permit.accelerators
         nodes = tuple(node for node in permit.nodes if 0 not in parts.get(node, ()))
         permit.loaded += nodes
@@ -170,7 +170,7 @@ class PermitTable:
         return (*freed, *parts)
 
     def widen(self, permit: JobPermit) -> tuple[NodeId, ...]:
-        """Gives the job what other jobs' tails have freed of its nodes; returns those now whole."""
+        """Gives the job what other tails have freed on its nodes; returns nodes now whole."""
         parts = permit.accelerators
         whole = tuple(node for node in parts if node not in self._tails)
         if whole:
@@ -181,7 +181,7 @@ class PermitTable:
         return self._on.get(node)
 
     def free_accelerators(self, node: NodeId, *, per_node: int) -> int:
-        """Free accelerators of a node: all if it is unused, or those beside a tail."""
+        """Free accelerators of a node: all of an unused node, or the ones beside a tail."""
         if node in self._on or node in self.closed:
             return 0
         tail = self._tails.get(node)
@@ -195,7 +195,7 @@ class PermitTable:
         return tuple(self.jobs[job] for job in sorted(found))
 
     def in_line(self, nodes: Iterable[NodeId]) -> tuple[JobPermit, ...]:
-        """Jobs that stand before these nodes, first come first."""
+        """Jobs that wait for these nodes, first come first."""
         places = {place for node in nodes for place in self._lines.get(node, ())}
         return tuple(self.jobs[job] for _, job in sorted(places)) if places else ()
 
@@ -262,7 +262,7 @@ class PermitTable:
             insort(self._lines.setdefault(node, []), (permit.ticket, permit.job))
 
     def _leave(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
-        """Leaves the lines of `nodes`, where it stands in them."""
+        """Removes the job from the lines of `nodes`."""
         own = (permit.ticket, permit.job)
         for node in nodes:
             line = self._lines.get(node, [])
@@ -279,7 +279,7 @@ class PermitTable:
         self._on |= dict.fromkeys(nodes, job)
 
     def _keep_tail(self, job: JobId, node: NodeId, accelerators: int) -> None:
-        """Raises ValueError where another tail is there."""
+        """Keeps the tail on `node`. Raises ValueError if another tail is there."""
         if node in self._tails:
             raise ValueError(f"{job} on {node}: the tail of {self._tails[node][0]} is there")
         self._vacate(job, (node,))

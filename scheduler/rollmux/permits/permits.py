@@ -117,7 +117,7 @@ class PermitPolicy:
         # A holder that has its nodes whole again may make room on all of them.
         touched += self._table.settle()
         effects += make_room(self._table, self.config, touched, now=now)
-        # A job that is asked to make room leaves its lines, where others may stand behind it.
+        # A job that is asked to make room leaves its lines, where others may wait behind it.
         return (*effects, *serve(self._table, self._table.settle(), now=now))
 
     def _received(self, event: PermitEvent, now: float) -> Effects:

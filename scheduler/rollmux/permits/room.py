@@ -97,7 +97,7 @@ def _unload(other: JobPermit, nodes: tuple[NodeId, ...]) -> UnloadNodes:
 
 
 def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
-    """The tail that may leave; None if the phase is in no tail, or beside another job's tail."""
+    """The tail that may leave; None before the phase's tail, or beside another job's tail."""
     phase = holder.phase
     if phase is None or holder.stage is not PermitStage.RUNNING or not in_tail(holder, phase):
         return None

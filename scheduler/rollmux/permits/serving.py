@@ -1,4 +1,4 @@
-"""Places in the lines of nodes, and free nodes for the job that comes first and may have all.
+"""Places in the lines of nodes, and free nodes for the first job that may have all of its nodes.
 
 A place is taken at the end of the lines of all nodes of a phase, under one ticket.
 

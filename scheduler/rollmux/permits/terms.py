@@ -19,9 +19,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
 
 class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lease_s: Seconds = 10.0
-    """A holder that was not heard for so long has lost its permit."""
+    """Time without a beat after which a holder has lost its permit, in s."""
     patience_s: Seconds = 0.25
-    """A free node is kept so long for the job that comes first until its worker asks."""
+    """Time for which a free node is kept for the first job until its worker asks, in s."""
     warn_s: Seconds = 30.0
     """Time from the warning about an overrun to the revocation of the permit, in s."""
     grace_s: Seconds = 30.0
@@ -37,7 +37,7 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     accelerators: int = 1
     """Accelerators of each node; a partly held node is shared with another job's tail."""
     max_s: float | None = None
-    """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
+    """Declared longest duration, until runs have shown a longer one; None: no watchdog."""
     least_accelerators: int = 0
     """Accelerators, over all nodes, on which the phase may begin while tails of others hold the
     rest; 0: it begins on all or not at all."""

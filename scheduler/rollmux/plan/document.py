@@ -28,7 +28,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     beside: tuple[JobId, ...]
-    """Jobs of the group that it would join; empty for nodes of its own."""
+    """Jobs of the group that the job would join; empty for dedicated nodes."""
     change_per_hour: float
     """Change of the whole plan's price."""
     admitted: bool
@@ -98,7 +98,7 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     risk: float
     price_per_hour: float
     dedicated_per_hour: float
-    """Price of the same jobs on nodes of their own."""
+    """Price of these jobs on dedicated nodes."""
     nodes: dict[str, int]
     """Number of nodes by type."""
     groups: tuple[PlannedGroup, ...]

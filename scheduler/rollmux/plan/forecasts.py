@@ -32,7 +32,7 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
 
 
 def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
-    """Every other group and nodes of its own, the cheapest first; the table stays as it is."""
+    """Every other group and dedicated nodes, the cheapest first; the table stays as it is."""
     table, packer = planner.table, planner.packer
     home = table.groups[table.home[job]]
     host_bytes = planner.facts[job].spec.host_bytes

@@ -105,8 +105,8 @@ class PhaseSettings(DurationSettings):
 
 class RolloutSettings(PhaseSettings):
     divisible: bool = _PHASE["divisible"]
-    """Its engines may begin on the part of a node that another's tail leaves, and bring their own
-    tail together on a part."""
+    """The job's engines may begin on the part of a node that another tail leaves, and gather their
+    own tail on a part."""
 
 
 class PlannedJobSettings(StrictSettings):
@@ -119,7 +119,7 @@ class PlannedJobSettings(StrictSettings):
     rollout: RolloutSettings
     training: PhaseSettings
     harvesting: bool = _JOB["harvesting"]
-    """Its rollouts use leases where a control allows them; no plan counts on one."""
+    """The job's rollouts use leases where a control allows them; no plan counts on a lease."""
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)

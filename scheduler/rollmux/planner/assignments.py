@@ -96,7 +96,7 @@ class AssignmentTable:
     nodes: npt.NDArray[np.int64]
     """`[choice]`: how many."""
     residents: npt.NDArray[np.int64]
-    """`[choice, node]`: its members as a mask; 0 where there is no such node."""
+    """`[choice, node]`: the node's members as a mask; 0 for a missing node."""
     sharing: npt.NDArray[np.int64]
     """`[choice]`: pairs of members that share nodes, as a mask in the order of `combinations`."""
     widths: Widths
@@ -155,10 +155,10 @@ def affordable(
     per_node: tuple[float, float],
     between: tuple[float, float],
 ) -> tuple[Records, Records, Records]:
-    """Prices, and indices in both tables, of what makes one group, fits, and is not refused.
+    """Prices, and indices in both tables, of fitting assignments to one group that are not refused.
 
-    `inside` gives a mask of members as one of candidates. `refused` has the pairs that may not
-    share nodes of both pools, of the first only, and of the second only.
+    `inside` maps a mask of members to a mask of candidates. `refused`: pairs that may not share
+    nodes of both pools, of the first only, and of the second only.
     """
     rows, columns = _fitting(left, inside), _fitting(right, inside)
     prices = np.empty(rows.size * columns.size)

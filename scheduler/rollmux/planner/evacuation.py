@@ -41,7 +41,7 @@ class Evacuation:
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
     def resubmit(self, node: NodeId) -> tuple[GroupEffect, ...]:
-        """Every job on the node gives up all nodes and arrives anew."""
+        """Every job on the node gives up all nodes and arrives again."""
         pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
         for job in pinned:

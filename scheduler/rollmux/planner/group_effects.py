@@ -10,7 +10,8 @@ from scheduler.model import Node, Placement
 class PlacementDecision(StrEnum):
     PLACED = "placed"
     MOVED = "moved"
-    """At the end of the job's present iteration; it stays resident on its old nodes until then.
+    """The job moves at the end of its present iteration; it stays resident on its old nodes until
+    then.
 
     It loads on its new nodes as soon as their memory has room: another mover may still be there.
     The last requested placement holds.
@@ -18,7 +19,7 @@ class PlacementDecision(StrEnum):
     RESTARTED = "restarted"
     """Immediate restart from the last checkpoint, because one of the job's nodes failed.
 
-    It stays resident where its old and new nodes are the same. Replaces a move asked for before.
+    The job stays resident on nodes that are both old and new. Replaces a requested move.
     """
 
 

@@ -53,7 +53,7 @@ class GroupIndex:
         pools: tuple[Pool, ...],
         most: int | None,
     ) -> list[GroupState]:
-        """Groups with room in those of their pools, the fullest first; all where `most` is None.
+        """Groups with room in the given pools, the fullest first; all groups if `most` is None.
 
         The job takes `shares` of the time of one rollout and one training node.
         """

@@ -141,7 +141,7 @@ class Packer:
     def best_within_supply(
         self, job: JobId, *, without: Iterable[GroupState] = ()
     ) -> Opening | None:
-        """As `best`, but in an existing group and on supplied nodes only; looks at every group."""
+        """Like `best`, but only in existing groups and on supplied nodes; looks at every group."""
         # The index may be older than the latest beliefs about its jobs.
         for group in self.table.groups.values():
             self.refresh(group)

@@ -37,7 +37,7 @@ class PlannerConfig:
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
     resubmits: bool = False
-    """Whether a failed node's jobs arrive anew, as in the paper; else the node is replaced."""
+    """Whether a failed node's jobs arrive again, as in the paper; else the node is replaced."""
     looks: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
@@ -73,7 +73,7 @@ class GroupPlanner:
         self.relocation.move_s = seconds
 
     def set_warm_start_s(self, seconds: float) -> None:
-        """Sets the measured duration of a warm start, in s; every forecast is made anew."""
+        """Sets the measured duration of a warm start, in s; every forecast is recomputed."""
         judge = self.packer.judge.with_warm_start(seconds)
         if judge != self.packer.judge:
             self.packer.judge = judge

@@ -125,9 +125,9 @@ class PriceFloor:
 
 @compiled
 def _cheapest_partition(least: Records, price: Records, parts: Records) -> tuple[float, int]:
-    """The cheapest split of all jobs into groups: its price and how many `parts` it has.
+    """The cheapest split of all jobs into groups: its price and its number of `parts`.
 
-    `price` is that of every mask, where it is to be written.
+    Writes the price of every mask to `price`.
     """
     first = np.zeros(least.size, dtype=np.int64)
     for mask in range(1, least.size):

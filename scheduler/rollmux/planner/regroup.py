@@ -1,4 +1,4 @@
-"""Savings: the jobs of two or three groups, hosted anew as cheaply as any hosting of them.
+"""Savings: the jobs of two or three groups, rehosted as cheaply as any hosting of them.
 
 One look takes the groups that promise most, by how far their price is above what their jobs' least
 shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new
@@ -84,7 +84,7 @@ class Regroup:
         if before - price < self._prices.least_saving_per_move * len(movers):
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
-        # What the search keeps of versions knows nothing of credit.
+        # The search's results are kept by version, which leaves out credit: check it now.
         owed = self._roster(jobs, slo_of=self._packer.slo_now)
         if not all(judge.admits(owed.hosted(*one)) for one in hostings):
             return []

@@ -47,7 +47,7 @@ Fits = Sequence[npt.NDArray[np.bool_]]
 """Per pool, `[candidates as a mask]`: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
-"""Prices that differ by less are the same."""
+"""Prices that differ by less count as equal."""
 _NONE = float("inf")
 
 
@@ -122,7 +122,7 @@ class CheapestHosting:
     ) -> Iterator[tuple[float, Masks, Masks]]:
         """Assignments, by rising price, that memory, shares and known pairs allow.
 
-        Every member shares a node with another: a job apart costs the same in a group of its own,
+        Every member shares a node with another: a job apart costs as much in a group of its own,
         which was tried.
         """
         least, below = between
@@ -183,7 +183,7 @@ class _Search:
         return found
 
     def _within(self, mask: int, at_most: float) -> Found | None:
-        """The cheapest hosting of these jobs; None where it costs more than `at_most`."""
+        """The cheapest hosting of these jobs; None if it costs more than `at_most`."""
         if mask == 0:
             return 0.0, ()
         found = self._found.get(mask)
@@ -207,7 +207,7 @@ class _Search:
             if one is not None and other is not None and one[0] + other[0] < price - _CENT:
                 price, hostings = one[0] + other[0], one[1] + other[1]
                 at_most = min(at_most, price)
-        # Groups apart are preferred to one that costs the same.
+        # Separate groups are preferred to a joint group of equal cost.
         below = min(price, at_most + 2 * _CENT)
         if mask.bit_count() <= self.by.group_jobs and self.bounds.one_group[mask] < below - _CENT:
             members = tuple(at for at in range(len(self.candidates)) if mask >> at & 1)

@@ -61,7 +61,7 @@ class Relocation:
         if moves or not crowded:
             return moves
         # No job can amortise a move, and staying together costs more: move all that soon regain it,
-        # and if they do not suffice, the next one that comes closest.
+        # and if they do not suffice, the job that comes closest.
         left_s = {job: self._left_of_move_s(job, now=now) for job in group.pinned}
         able = [job for job in group.pinned if not self._facts(job).moving]
         able.sort(key=lambda job: -left_s[job])
@@ -111,7 +111,7 @@ class Relocation:
     def relocate(
         self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
-        """Moves all of the jobs, the heaviest first, or none; None if one finds no opening."""
+        """Moves all of the jobs, the heaviest first, or no job; None if one finds no opening."""
         table, packer = self._table, self._packer
         homes = self._leave_home(jobs)
         moves: list[Move] = []

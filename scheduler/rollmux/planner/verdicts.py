@@ -85,7 +85,7 @@ class Verdicts:
     def _parts_admitted(self, key: VerdictKey, members: tuple[int, ...], admits: Admits) -> bool:
         parts = tuple(_parts(*key))
         found = [self._found.get(part) for part in parts]
-        # One that is known to fail spares the forecasts of all others.
+        # A hosting that is known to fail spares the forecasts of all others.
         return False not in found and all(
             known or self.admitted(versions, Hosting(others, *nodes), admits)
             for known, others, (versions, nodes) in zip(found, _less(members), parts, strict=False)

@@ -34,7 +34,7 @@ VERL_SLOWDOWN: Final = 1.02
 """Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
 _LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
-"""Jobs stay where they came, and arrive anew when a node of theirs fails."""
+"""Jobs stay where they were placed, and arrive again when one of their nodes fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class RandomPlanner(GroupPlanner):
 
 
 class GreedyPlanner(GroupPlanner):
-    """Chooses the opening on the idlest nodes; a new group if there is none."""
+    """Chooses the opening on the idlest nodes; a new group without an opening."""
 
     def __init__(self) -> None:
         super().__init__(Judge(), NODE_TYPES, _LEFT_ALONE)

@@ -133,7 +133,7 @@ def _shared(
 
 
 def _alone(jobs: list[SimulatedJob]) -> list[tuple[float, float, float]]:
-    """Start, end and price per hour of every job on nodes of its own, from its arrival on."""
+    """Start, end and price per hour of every job on dedicated nodes, from its arrival on."""
     return [
         (
             one.arrival_s,

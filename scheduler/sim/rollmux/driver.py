@@ -1,7 +1,7 @@
 """The shipped runtime in virtual time: a shell that draws durations instead of running engines.
 
-It tells the runtime what jobs and nodes would, at the moments that the truth gives, and does what
-the effects say. It has no rule of its own: no order, no tail, no placement and no memory.
+It sends the runtime the events of jobs and nodes at their true times, and carries out the effects.
+It has no rule of its own: no order, no tail, no placement and no memory.
 """
 
 from collections.abc import Callable
@@ -193,7 +193,7 @@ class Driver:
         self._tell(Submit(spec=spec_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:
-        """Its state goes to the nodes that it has now."""
+        """Puts the job's state on its present nodes."""
         if worker.stage is WorkerStage.WAITING:
             self._set_next(worker, self._now, self._ask)
         placed = self._runtime.cluster.placements[worker.job]
@@ -209,7 +209,7 @@ class Driver:
         self._set_next(worker, self._now + loading_s, self._ask)
 
     def _submit_again(self, worker: Worker) -> None:
-        """Submits the job again: it hears its present placement, and brings its state there."""
+        """Submits the job again: it learns its present placement and moves its state there."""
         worker.stage = WorkerStage.BETWEEN
         self._tell(Submit(spec=spec_of(worker.one, self._world)))
         self._admitted(worker)
@@ -227,7 +227,7 @@ class Driver:
         self._set_next(worker, worker.next_s(), self._work)
 
     def _load(self, worker: Worker, nodes: tuple[NodeId, ...]) -> float:
-        """Its state on these nodes' accelerators; the seconds until it is there."""
+        """Loads the job's state on these nodes' accelerators; returns the seconds that it takes."""
         loading_s = 0.0
         if any(self._loaded.get(node, worker.job) != worker.job for node in nodes):
             loading_s = self._world.warm_start_s

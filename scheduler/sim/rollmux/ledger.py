@@ -67,7 +67,7 @@ class Ledger:
         self.write(t_s, "node_down", node=node, pool=pool)
 
     def in_order(self) -> list[dict[str, Any]]:
-        """Recorded events by time, those of one time in the order of writing."""
+        """Recorded events by time, events of one time in order of writing."""
         return sorted(self.events, key=lambda event: event["t"])
 
     @property
@@ -86,7 +86,7 @@ class NodeBill:
 
     def settle(self, now: float) -> Iterator[tuple[NodeId, int]]:
         """Machines that came up, and how often each has by now."""
-        # What a shell that keeps the plan on a disk has written by now.
+        # Clears the marks as a shell does that has written the plan to its disk.
         self._cluster.layout_changed = False
         self._cluster.unsaved.clear()
         used = set(self._cluster.fleet.machines.values())

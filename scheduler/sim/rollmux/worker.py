@@ -75,11 +75,11 @@ class Worker:
 
     @property
     def is_new(self) -> bool:
-        """Its state was nowhere yet."""
+        """Whether the job's state was never on a node."""
         return not self._was_loaded
 
     def load(self, nodes: set[NodeId]) -> None:
-        """Its state goes to the host memory of these nodes and to no other."""
+        """Puts the job's state into the host memory of these nodes and of no other."""
         self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
 
     def share_of(self, nodes: tuple[NodeId, ...], parts: Mapping[NodeId, Sized]) -> float:
@@ -121,11 +121,11 @@ class Worker:
         return self._at_s + self.overhead_s + self._takes_s(left_s)
 
     def tail_moved(self) -> None:
-        """Its tail is on the share that it holds: enough where its open responses have room."""
+        """The tail runs on its held share, which suffices if its open responses have room."""
         self._moved_at = self.reported_ratio
 
     def progress(self) -> float | None:
-        """Newly completed share of its responses to report; None without news."""
+        """Share of its responses completed since the last report; None without news."""
         reported = self._reported
         while (
             self._reported < len(self._levels)

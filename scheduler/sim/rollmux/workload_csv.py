@@ -44,7 +44,7 @@ def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
     Raises ConfigError that names the line and the column.
     """
     try:
-        # With or without the mark that spreadsheets put before the first name.
+        # Accepts the byte order mark that spreadsheets put before the first name.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             rows = [(reader.line_num, row) for row in islice(reader, JOBS_MAX + 2)]

@@ -89,7 +89,7 @@ def test_a_report_of_three_tokens_is_that_of_the_hand_s() -> None:
     )
     assert (found.tokens, found.ends) == (3, 1)
     assert math.isclose(found.expected_ends, 1.41)
-    # Of 0.09 + 0.25 + 0.0099, and of 0.2 + 0.1 + 2.
+    # Variances: 0.09 + 0.25 + 0.0099, and 0.2 + 0.1 + 2.
     assert math.isclose(found.ends_z, -0.41 / math.sqrt(0.3499))
     assert math.isclose(found.logprob_z, (-5.4 + 1.9) / math.sqrt(2.3))
 
@@ -102,7 +102,7 @@ def test_the_power_against_lost_ends_is_how_often_such_a_sampler_is_convicted() 
     random = np.random.default_rng(5)
     fair = sampled(random, turns=300)
     caught = [sampled(random, turns=300, ends_lost=0.14).ends_z < -2 for _ in range(60)]
-    # Of a lost end the draw in its place may be one too.
+    # The draw in place of a lost end may be an end too.
     share = 0.14 * (1 - fair.expected_ends / fair.tokens)
     expected = power_against_lost_ends(fair, share=share, most_z=2)
     assert 0.3 < expected < 0.9

@@ -12,7 +12,10 @@ import pytest
 from tests.unit.docs.folders import CODE
 
 PRODUCT = CODE[:4]
-_RIDDLE = re.compile(r"(?:\A\s*|[.:;?!]['\")]*\s+|\n\s*\n\s*)((?:Of|By|Who|Whose|What)\b[^\n]*)")
+_RIDDLE = re.compile(
+    r"(?:\A\s*|[.:;?!]['\")]*\s+|\n\s*\n\s*)((?:Of|By|Who|Whose|What|Those|Anew|Until cancelled"
+    r"|The same of|The same and|As of)\b[^\n]*)"
+)
 """A capital letter after a colon or a semicolon begins a sentence too."""
 _PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
 _LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -49,7 +52,13 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of each comment."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+            yield token.start[0], token.string.lstrip("#")
+
+
+def may_be_riddles(source: str) -> Iterator[tuple[int, str]]:
+    """The comments of a source that may have a riddle. Tokenizing every source takes long."""
+    if any(map(riddles, re.findall(r"#([^\n]*)", source))):
+        yield from comments(source)
 
 
 def is_message(node: ast.AST) -> bool:
@@ -93,7 +102,8 @@ def test_no_sentence_begins_with_a_preposition_or_pronoun(package: str, reposito
     found = [
         f"{path.relative_to(repository)}:{line}: {sentence}"
         for path in sorted((repository / package).rglob("*.py"))
-        for line, text in docstrings(path.read_text())
+        for source in (path.read_text(),)
+        for line, text in (*docstrings(source), *may_be_riddles(source))
         for sentence in riddles(text)
     ]
     assert found == [], "name the subject first, then say what holds of it"
@@ -110,6 +120,9 @@ def test_no_sentence_begins_with_a_preposition_or_pronoun(package: str, reposito
         ("One\n\n    Of two\n    three", ["Of two"]),
         ("One of two: what it is, by whom", []),
         ("The Whole. Often", []),
+        ("Until cancelled; then", ["Until cancelled; then"]),
+        ("One. Those of two", ["Those of two"]),
+        ("The same of two. The same text", ["The same of two. The same text"]),
     ],
 )
 def test_each_sentence_of_a_docstring_is_looked_at(text: str, found: list[str]) -> None:
@@ -197,6 +210,10 @@ def test_a_test_s_name_has_a_subject(repository: Path) -> None:
         if _RIDDLE_OF_A_TEST.match(name)
     ]
     assert found == [], "a test's name is a sentence with a noun as its subject"
+
+
+def test_comments_are_found_without_their_mark() -> None:
+    assert list(comments("# By day\na = 1  # What\n")) == [(1, " By day"), (2, " What")]
 
 
 def test_docstrings_of_modules_classes_functions_and_attributes_are_found() -> None:

@@ -265,7 +265,7 @@ def test_a_ratio_of_shares_is_bounded_by_the_rounds_jackknife() -> None:
 
         found = jackknife_ratio(20, share, columns)
         assert found.interval is not None
-        # Of the mean core share, as the figure is.
+        # The truth takes the mean core share, as the figure does.
         truth = 0.9 * 0.65 / (1.0 - 0.35 * math.exp(0.25**2 / 2))
         held += found.interval[0] <= truth <= found.interval[1]
     assert held >= COVERED_MIN * TRIALS

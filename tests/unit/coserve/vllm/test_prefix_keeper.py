@@ -41,8 +41,8 @@ def hashes(name: str, count: int) -> list[Any]:
 def test_prefixes_of_open_trajectories_survive_a_flood_of_single_turns() -> None:
     by_age = agents_in_a_flood(engine_of(FakePool(POOL_BLOCKS), most_blocks=0))
     kept = agents_in_a_flood(engine_of(FakePool(POOL_BLOCKS), most_blocks=POOL_BLOCKS // 2))
-    # By age the flood pushes all out: four trajectories compute 3, then 6, then 9 ... blocks. Two
-    # floods teach that single turns do not come back; from then on only what is new is computed.
+    # Kept by age, all prefixes fall to the flood: four trajectories compute 3, 6, 9 ... blocks. Two
+    # floods teach that single turns do not come back; from then on only new blocks are computed.
     assert by_age == 4 * (3 + 6 + 9 + 12 + 15 + 18)
     assert kept == 4 * (3 + 6 + 9 + 3 + 3 + 3)
 

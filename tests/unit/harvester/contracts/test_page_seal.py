@@ -102,7 +102,7 @@ def test_an_odd_sequence_is_torn() -> None:
 
 
 def test_a_new_head_over_an_old_body_is_torn() -> None:
-    # What a reader may see where stores arrive out of order.
+    # The state that a reader may see where stores arrive out of order.
     page = pack_head(kind=KIND, sequence=10) + sealed_page(sequence=8)[16:]
     assert unseal(page, kind=KIND, now_ns=STAMP_NS) is PageFault.TORN
 

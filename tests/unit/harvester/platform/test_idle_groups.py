@@ -178,7 +178,7 @@ def test_without_a_cpu_controller_there_is_no_such_group(tmp_path: Path) -> None
 
 
 def test_a_kernel_without_idle_groups_says_so_and_keeps_none(tmp_path: Path) -> None:
-    # Of a plain directory no file of the kernel comes.
+    # A plain directory has no files of the kernel.
     group = _machine(tmp_path, own="/")
     with pytest.raises(Unsupported, match=r"5\.15"):
         group.check(7)
