@@ -75,13 +75,6 @@ def test_a_full_version_is_published_before_its_loops_are_compiled(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_closed_publisher_publishes_nothing(tmp_path: Path) -> None:
-    with Publisher(tmp_path / "job.store") as publisher:
-        publisher.publish({"a": torch.ones(3)})
-    with pytest.raises(ConfigError, match="closed"):
-        publisher.publish({"a": torch.ones(3)})
-
-
 def test_weights_that_are_no_numbers_are_refused_by_name_where_they_are_checked(
     tmp_path: Path, dtype: torch.dtype, value: float
 ) -> None:
@@ -568,3 +561,10 @@ def test_a_publisher_that_ended_leaves_its_store_to_the_next(
     for number, state in enumerate(states[:3], start=1):
         with Publisher(tmp_path / "store") as publisher:
             assert publisher.publish(state).version == number
+
+
+def test_a_closed_publisher_publishes_nothing(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "job.store") as publisher:
+        publisher.publish({"a": torch.ones(3)})
+    with pytest.raises(ConfigError, match="closed"):
+        publisher.publish({"a": torch.ones(3)})
