@@ -203,7 +203,7 @@ class Receiver:
             step = self.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
             if manifest.block is not None:
-                # Of a later version the deltas tell, since they lead to another state.
+                # Deltas to a later version tell by themselves: they lead to another state.
                 written = self._hashes.get(version) if version == target else None
                 return bool(known) or (written or manifest.state_hash) != manifest.state_hash
         try:
