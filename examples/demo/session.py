@@ -1,6 +1,6 @@
 """One run of the demo from cold engines to its result: what comes after what.
 
-services and engines start, the warm policy is made  ->  trainers publish version 1
+services and engines start  ->  the warm policy is made, trainers publish version 1
 preparation: the replay's speed, production's SLO, one unmeasured step of each job
 measured blocks, as many rounds as there is time for  ->  result
 """
@@ -200,6 +200,7 @@ class Session:
 
     async def _trainers(self) -> dict[Arm, TrainerLink]:
         """Start both; each is ready once its first version serves on the dedicated engine."""
+        await self.stack.warmed_up()
         links = {arm: TrainerLink(self.stack.start_trainer(arm)) for arm in JOBS}
         for arm, link in links.items():
             ready = await link.ready()

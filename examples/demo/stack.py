@@ -95,9 +95,10 @@ class Stack:
         await asyncio.gather(
             self.slot.engines_answer(on_progress),
             self.parts.answers(DEDICATED, url(self._dedicated), on_progress),
-            self._warmed_up(),
         )
         self.slot.bind()
+        # The first replay of production's load goes on beside it.
+        pin(self._warm_up, ROLLOUT_CORE)
         dedicated = self.parts.running[DEDICATED]
         pin(dedicated, ROLLOUT_CORE)
         renice(dedicated, ROLLOUT_NICE)
@@ -131,7 +132,8 @@ class Stack:
         self.parts.running[name] = child
         return child
 
-    async def _warmed_up(self) -> None:
+    async def warmed_up(self) -> None:
+        """Waits for the warm policy, which both trainers begin with."""
         while self._warm_up.process.poll() != 0:
             self._warm_up.check()
             await asyncio.sleep(_POLL_S)
