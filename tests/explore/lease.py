@@ -196,7 +196,7 @@ class Warden:
     def restart(self) -> None:
         left = moved(self.policy.durable(), from_s=self.now, to_s=0.0)
         self.now, self.policy = 0.0, SlotPolicy(_SETTINGS)
-        self.policy.resume(left)
+        self.policy.resume(left, now=0.0)
         self.policy.begin("life")
 
     def beat(self, sample: SlotSample) -> tuple[Grant, str, EndReason, SlotState]:
