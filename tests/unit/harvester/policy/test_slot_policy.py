@@ -694,7 +694,7 @@ def silent(scene: Any, number: int) -> None:
 
 
 def starved(scene: Any, number: int) -> None:
-    scene.guest_lives_below = True
+    scene.guest_runs_below_production = True
     silent(scene, number)
 
 
@@ -730,7 +730,7 @@ def test_a_guest_that_falls_silent_in_its_step_still_steps_under_its_lease(
     scene = open_scene
     scene.guest = Guest(steps_launched=1)
     scene.beat()
-    scene.guest, scene.guest_lives_below = None, below
+    scene.guest, scene.guest_runs_below_production = None, below
     if not leased:
         scene.lease = LeaseView(epoch=Epoch(2))
     scene.beats_for(4.0)
