@@ -104,8 +104,8 @@ class Receiver:
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
-        self._hashes: dict[WeightVersion, str | None] = {}
-        """State hash of every version that was written here, as its store gave it."""
+        self._last_hash: tuple[WeightVersion | None, str | None] = None, None
+        """The version that was written last, and its state hash as its store gave it."""
         self._stamps: dict[WeightVersion, str] = {}
         """Stamp of every version that was written here; empty for ours, and where none is seen."""
         self.reapplied = 0
@@ -204,8 +204,9 @@ class Receiver:
             manifest = step.manifest if step else self._store.manifest(ref)
             if manifest.block is not None:
                 # Deltas to a later version tell by themselves: they lead to another state.
-                written = self._hashes.get(version) if version == target else None
-                return bool(known) or (written or manifest.state_hash) != manifest.state_hash
+                written, state_hash = self._last_hash
+                is_other = written == version == target and state_hash != manifest.state_hash
+                return bool(known) or is_other
         try:
             found = self._store.manifest(VersionRef(Kind.WEIGHT, version))
         except Stale:
@@ -321,9 +322,8 @@ class Receiver:
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which trainer's run the written versions come from. A version that is staged and
         never written does not count."""
-        for step in staged.plan.steps:
-            self._stamps[step.ref.version] = step.manifest.stamp
-            self._hashes[step.ref.version] = step.manifest.state_hash
+        self._stamps |= {step.ref.version: step.manifest.stamp for step in staged.plan.steps}
+        self._last_hash = staged.plan.target, staged.plan.manifest.state_hash
 
     def prepare(
         self,
