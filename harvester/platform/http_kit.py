@@ -112,16 +112,25 @@ def errors_as_replies(
 
 
 def token_required(
-    accepts: Callable[[str], bool] | None, *, of: str, probes: Collection[str] = ("/healthz",)
+    accepts: Callable[[str], bool] | None,
+    *,
+    of: str,
+    probes: Collection[str] = ("/healthz",),
+    observes: Callable[[str], bool] | None = None,
 ) -> Middleware:
     """Refuses requests whose Authorization header is not accepted; None accepts all. Probes carry
-    no token: health reveals no secret."""
+    no token: health reveals no secret. A header that `observes` reads, and does nothing else even
+    if it is accepted too, so that a token in two files by mistake has the fewer rights."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "")
-        if accepts is not None and request.path not in probes and not accepts(sent):
-            return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
+        if accepts is not None and request.path not in probes:
+            sent = request.headers.get("Authorization", "")
+            known, observer = accepts(sent), observes is not None and observes(sent)
+            if not known and not observer:
+                return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
+            if observer and request.method not in ("GET", "HEAD"):
+                return error_reply(403, "the token of observer reads status and metrics")
         return await handler(request)
 
     return middleware
