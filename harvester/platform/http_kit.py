@@ -211,8 +211,9 @@ async def posted(
     headers: Mapping[str, str],
     timeout_s: float,
     tls: ssl.SSLContext | bool = True,
+    passing: Collection[int] = PASSING,
 ) -> bytes:
-    """The reply's body. Repeats what may pass by itself: statuses of `PASSING`, no connection.
+    """The reply's body. Repeats what may pass by itself: `passing` statuses, no connection.
 
     Raises Exhausted after the last one and at a timeout, HttpRefusal for any other status.
     """
@@ -230,7 +231,7 @@ async def posted(
                 if reply.status == 200:
                     return content
                 problem = refusal_of(reply, content)
-                if reply.status not in PASSING:
+                if reply.status not in passing:
                     raise problem
                 asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
         except TimeoutError as error:
