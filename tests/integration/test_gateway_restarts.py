@@ -86,3 +86,13 @@ async def test_open_turns_of_a_run_that_began_anew_end_with_the_reason() -> None
         assert (await gateway.generate("u", 2))[0] == 409
         assert (await gateway.publish(2, state_hash=OURS))[0] == 200
         assert (await gateway.generate("u", 2))[0] == 200
+
+
+async def test_a_late_repeat_of_the_same_run_s_earlier_version_stops_no_turn() -> None:
+    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway:
+        await gateway.publish(1, state_hash=OURS)
+        await gateway.publish(2, state_hash="c" * 32)
+        assert (await gateway.publish(1, state_hash=OURS))[0] == 409
+        assert (await gateway.generate("t", 2))[0] == 200
+        assert (await gateway.publish(1, state_hash=OTHER))[0] == 409
+        assert (await gateway.generate("u", 2))[0] == 409
