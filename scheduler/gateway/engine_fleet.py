@@ -68,7 +68,7 @@ class EngineFleet:
         self._log = log
         self._clock = clock
         self._update_s = update_s
-        self._adapter_of = adapter_of
+        self.adapter_of = adapter_of
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -370,7 +370,7 @@ class EngineFleet:
             member.description = await member.client.switch(
                 HeldWeights(effect.store, effect.version, effect.state_hash),
                 timeout_s=self._update_s,
-                adapter=self._adapter_of(effect.job),
+                adapter=self.adapter_of(effect.job),
             )
             member.numerics = member.engine.numerics or await self._numerics(member)
             fault = self._review_clash(member) or self._other_run(member, effect)

@@ -7,6 +7,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
 
@@ -56,10 +57,10 @@ class VersionStaging:
         return bool(wanted.version) and wanted != policy.target and not policy.refusal(wanted)
 
     def _staging(self, wanted: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
+        held = HeldWeights(wanted.store, wanted.version)
+        adapter = self._fleet.adapter_of(wanted.job)
         return [
-            self._fleet.spawn(
-                member.client.stage(store=wanted.store, version=wanted.version, timeout_s=STAGE_S)
-            )
+            self._fleet.spawn(member.client.stage(held, timeout_s=STAGE_S, adapter=adapter))
             for member in self._fleet.members.values()
             if member.up and member.engine.kind is kind
         ]

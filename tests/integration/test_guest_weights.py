@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from examples.grpo.model import PolicyModel
-from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.identity import HeldWeights
@@ -67,9 +66,7 @@ async def test_versions_pass_a_closed_gate_and_a_waiting_turn_samples_with_the_n
         with closing(client), Publisher(Path(slot.weights) / "job") as publisher:
             for number in (1, 2):
                 published = publisher.publish(state)
-                staged = await client.stage(
-                    store="job", version=WeightVersion(number), timeout_s=60.0
-                )
+                staged = await client.stage(HeldWeights("job", number), timeout_s=60.0)
                 assert staged.ready
                 await client.switch(HeldWeights("job", number), timeout_s=120.0)
                 version, report = await held(session, slot)

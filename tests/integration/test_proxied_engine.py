@@ -54,7 +54,7 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
                 for number in (1, 2):
                     publisher.publish(state)
                     version = WeightVersion(number)
-                    staged = await client.stage(store=STORE, version=version, timeout_s=60.0)
+                    staged = await client.stage(HeldWeights(STORE, version), timeout_s=60.0)
                     assert staged.ready
                     await client.switch(HeldWeights(STORE, version), timeout_s=120.0)
                     _, report = await held(session, slot)

@@ -63,6 +63,21 @@ def test_an_unsupported_adapter_is_refused_and_changes_nothing(
     assert seen["after_refusals"] == seen["followed_3"]
 
 
+@pytest.mark.parametrize(
+    ("staged", "message"),
+    [
+        ("base", "ConfigError: job-a version 3 is not what adapter policy works on"),
+        ("older", "Stale: the adapter's base, job-a version 1, is older than version 2 of that"),
+    ],
+)
+def test_a_version_whose_base_would_be_refused_is_refused_before_any_pause(
+    seen: dict[str, Any], staged: str, message: str
+) -> None:
+    told = seen["staged"][staged]
+    assert (told["state"], message in told["message"]) == ("failed", True), told
+    assert "or restart the engine to serve another base" in told["message"]
+
+
 def test_a_server_takes_names_of_adapters_in_force_only(seen: dict[str, Any]) -> None:
     assert seen["resolved"]["policy"] == "taken"
     assert "no version of adapter stranger is in force" in seen["resolved"]["stranger"]

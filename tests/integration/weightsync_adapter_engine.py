@@ -71,7 +71,8 @@ def saved_adapter(state: State, config: Mapping[str, Any], directory: Path) -> s
 
 
 def _publish(stores: Path, bases: list[State]) -> dict[str, list[str]]:
-    """Bases, versions 1 to 3 for them and, in a store of its own, an adapter that is too large."""
+    """Bases, versions 1 to 3 for them and, in stores of their own, an adapter that is too large and
+    one for the first base alone."""
     from weightsync.layout.adapter import Adapter, Base
     from weightsync.publisher import Publisher
 
@@ -85,6 +86,8 @@ def _publish(stores: Path, bases: list[State]) -> dict[str, list[str]]:
     for base, steps in _STEPS.items():
         with Publisher(stores / STORE, adapter=on(base, CONFIG)) as publisher:
             done += [publisher.publish(adapter_state(step)).state_hash for step in steps]
+    with Publisher(stores / "older", adapter=on(1, CONFIG)) as publisher:
+        publisher.publish(adapter_state(1))
     large = {**CONFIG, "r": 2 * MAX_RANK}
     with Publisher(stores / "large", adapter=on(2, large)) as publisher:
         publisher.publish(adapter_state(1, 2 * MAX_RANK))
@@ -111,6 +114,12 @@ def _followed(engine: Any, root: Path, published: list[str]) -> dict[str, Any]:
         "base": refused(engine, store="job-a", version=3),
         "nameless": refused(engine, store=STORE, version=3),
         "large": refused(engine, store="large", version=1, adapter=NAME),
+    }
+    seen["staged"] = {
+        "base": engine.collective_rpc("rosemux_stage", args=("job-a", 3))[0],
+        "older": engine.collective_rpc(
+            "rosemux_stage", kwargs={"store": "older", "version": 1, "adapter": NAME}
+        )[0],
     }
     seen["after_refusals"] = generated(engine, policy)
     seen["resolved"] = asyncio.run(_resolved(engine))

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord
 from weightsync.receive.staged import Applied
@@ -20,6 +20,8 @@ from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.stager import Stager, StageState, StageStatus
+
+_RESTART = "or restart the engine to serve another base"
 
 
 class Slots(Protocol):
@@ -61,12 +63,21 @@ class AdaptedWeights:
         return self._base.is_loaded and fits
 
     def stage(self, wanted: RequestedVersion) -> StageStatus:
-        """See EngineWeights; if an adapter needs another base, that base is staged next."""
-        record = self._record(wanted)
-        if record is None:
+        """See EngineWeights; if an adapter needs another base, that base is staged next.
+
+        Raises ConfigError or Stale where `load` would refuse a base: callers need not pause.
+        """
+        manifest = self._stores.manifest(wanted.store, wanted.version)
+        if manifest is None:
             return self._base.stage(wanted)
+        if (record := manifest.adapter) is None:
+            self._check_base_stays(wanted)
+            return self._base.stage(wanted)
+        moves = not self._is_on(record)
+        if moves:
+            self._check_base_moves(wanted.adapter, record)
         status = self._stager.begin(wanted.key, self._preparing(wanted))
-        if status.state is StageState.READY and not self._is_on(record):
+        if status.state is StageState.READY and moves:
             return self._base.stage(_base_of(record))
         return status
 
@@ -123,15 +134,27 @@ class AdaptedWeights:
         return applied
 
     def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:
-        others = sorted(self._held.keys() - {name})
-        if others:
-            raise ConfigError(
-                f"adapter {name} belongs to {record.base_store} version {record.base_version}, "
-                f"adapter {others[0]} to another base: an engine holds one base"
-            )
+        self._check_base_moves(name, record)
         # Faults of the adapter are found before the base moves.
         self._slots.check(form)
         self._base.load(_base_of(record))
+
+    def _check_base_moves(self, name: str | None, record: AdapterRecord) -> None:
+        """Raises ConfigError or Stale if the base cannot become an adapter's. `name`: unknown to
+        callers that stage by store and version alone."""
+        base = f"{record.base_store} version {record.base_version}"
+        if name is not None and (others := sorted(self._held.keys() - {name})):
+            raise ConfigError(
+                f"adapter {name} belongs to {base}, adapter {others[0]} to another base: an engine "
+                f"holds one base, {_RESTART}"
+            )
+        held = self._base.report()
+        if held.get("store") == record.base_store and held["version"] > record.base_version:
+            raise Stale(
+                f"the adapter's base, {base}, is older than version {held['version']} of that "
+                "store, which this engine holds: publish the adapter on a newer base, keep its "
+                f"bases in a store of their own, {_RESTART}"
+            )
 
     def _check_base_stays(self, wanted: RequestedVersion) -> None:
         if not self._held:
@@ -143,7 +166,7 @@ class AdaptedWeights:
                 raise ConfigError(
                     f"{wanted.store} version {wanted.version} is not what adapter {name} works on "
                     f"({copy.record.base_store} version {copy.record.base_version}): load an "
-                    "adapter version for the new base, which brings the base along"
+                    f"adapter version for the new base, which brings the base along, {_RESTART}"
                 )
 
     def _record(self, wanted: RequestedVersion) -> AdapterRecord | None:

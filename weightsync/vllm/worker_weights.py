@@ -143,8 +143,8 @@ def add_worker_methods(worker_class: Any) -> None:
         report: dict[str, Any] = worker.weight_transfer_engine.report()
         return report
 
-    def rosemux_stage(worker: Any, store: str, version: int) -> dict[str, str]:
-        update_info = UpdateInfo(store=store, version=version)
+    def rosemux_stage(worker: Any, store: str, version: int, **more: Any) -> dict[str, str]:
+        update_info = UpdateInfo(store=store, version=version, **more)
         status: dict[str, str] = worker.weight_transfer_engine.stage(update_info)
         return status
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_of, reason_of
-from harvester.contracts.ids import Epoch, WeightVersion
+from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.engines import (
     ENGINE_HEADER,
     WEIGHTS_FEATURE,
@@ -266,12 +266,16 @@ class EngineClient:
             return _left_by(error)
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
-    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> StageReply:
+    async def stage(
+        self, wanted: HeldWeights, *, timeout_s: float, adapter: str | None = None
+    ) -> StageReply:
         """Have the engine prepare a version while it samples.
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
-        call = {"method": WorkerMethod.STAGE, "kwargs": {"store": store, "version": version}}
+        given: dict[str, Any] = {"store": wanted.store, "version": wanted.version}
+        given |= {} if adapter is None else {"adapter": adapter}
+        call = {"method": WorkerMethod.STAGE, "kwargs": given}
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -73,8 +73,8 @@ class Engine:
     def base(self, version: int) -> Any:
         return self.weights.load(RequestedVersion(store="store", version=WeightVersion(version)))
 
-    def stage(self, store: str, version: int) -> StageState:
-        wanted = RequestedVersion(store=store, version=WeightVersion(version))
+    def stage(self, store: str, version: int, **more: Any) -> StageState:
+        wanted = RequestedVersion(store=store, version=WeightVersion(version), **more)
         while (told := self.weights.stage(wanted)).state is StageState.RUNNING:
             pass
         return told.state
@@ -164,10 +164,24 @@ def test_a_base_does_not_move_under_an_adapter(engine: Engine, states: tuple[Sta
     assert engine.weights.report()["adapters"] == before["adapters"]
 
 
+def test_a_base_that_would_be_refused_is_not_staged(engine: Engine) -> None:
+    """A gateway then refuses the switch, and every engine serves on."""
+    engine.adapter("lora", 1)
+    with pytest.raises(ConfigError, match="or restart the engine to serve another base"):
+        engine.stage("store", 4)
+    assert engine.stage("store", 3) is StageState.READY
+    assert engine.stage("store", 99) is StageState.FAILED
+
+
 def test_an_adapter_of_an_older_base_is_stale(engine: Engine, states: tuple[State, ...]) -> None:
     engine.base(4)
-    with pytest.raises(Stale, match="older than version 4"):
+    message = (
+        r"base, store version 3, is older than version 4 of that store.*publish the adapter on"
+    )
+    with pytest.raises(Stale, match=message):
         engine.adapter("lora", 1)
+    with pytest.raises(Stale, match=message):
+        engine.stage("lora", 1)
     assert engine.model.holds(states[3])
     assert not engine.slots.held
     assert engine.weights.is_loaded
@@ -183,6 +197,8 @@ def test_two_adapters_share_a_base_and_neither_moves_it(
     assert engine.slots.holds("critic", lora(7))
     with pytest.raises(ConfigError, match="adapter critic to another base"):
         engine.adapter("next", 1)
+    with pytest.raises(ConfigError, match="adapter critic to another base"):
+        engine.stage("next", 1, adapter="policy")
     assert engine.model.holds(states[2])
     assert engine.slots.holds("policy", lora(1))
 
