@@ -182,6 +182,8 @@ class IdleStep(msgspec.Struct, frozen=True):
     """Mean wait in s that arrivals can bear, as in `StepDecision`."""
     share_ratio: float = 1.0
     """Share of idle time that these steps take."""
+    longest_s: float = 0.0
+    """Longest step with a rest that was considered."""
 
 
 def idle_step(waits: Phantom, grant: Grant, guest: GuestLoad) -> IdleStep:
@@ -211,8 +213,9 @@ def idle_step(waits: Phantom, grant: Grant, guest: GuestLoad) -> IdleStep:
     longest_s = lesser(step_budget_s(waits.longest_s, grant), max(brief_s, steady_s))
     rested, rested_s = within(longest_s)
     cycle_s = rested_s + rest_s(rested_s, waits.mean_s, grant)
-    if tokens * cycle_s >= rested * step_s:
-        return IdleStep(tokens)
+    # A step of no tokens takes no time if the guest's steps have no fixed cost.
+    if tokens >= rested or 0.0 < rested * step_s <= tokens * cycle_s:
+        return IdleStep(tokens, longest_s=longest_s)
     return IdleStep(rested, waits.mean_s, rested_s / cycle_s)
 
 

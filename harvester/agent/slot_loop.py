@@ -193,7 +193,8 @@ class Slot:
         if unfit and unfit != self._unfit:
             _log.error("slot %s lends nothing: %s", self.name, unfit)
         self._unfit = unfit
-        self._lending = Lending() if guest is None else guest.lending
+        bound = guest is not None and not self.config.policy.ungated
+        self._lending = guest.lending if guest and bound else Lending()
         lends = self._lending.tokens > 0
         if self._lending.summary and lends is not self._lends:
             self._lends = lends

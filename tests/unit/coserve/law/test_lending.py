@@ -12,7 +12,7 @@ from coserve.law.lending import lending
 from coserve.law.phantom import quantiles_of
 from coserve.law.step_time import StepTimeModel
 from harvester.config_file import load_agent_config
-from harvester.contracts.page import Grant, Law, Lending, ProductionModel, Pulse, Reading
+from harvester.contracts.page import Grant, GrantMode, Law, Lending, ProductionModel, Pulse, Reading
 from harvester.policy.settings import SlotSettings
 
 MakeGrant = Callable[..., Grant]
@@ -109,6 +109,29 @@ def test_a_guest_that_is_too_slow_for_the_slo_is_lent_nothing_with_a_reason(
     assert lent.summary.startswith("nothing: ")
     preempted = msgspec.structs.replace(grant, blocking_ratio=0.02)
     assert lending([PROMPTS["with a P99 of 1k"]], preempted, slow, token_limit=LIMIT).tokens > 0
+
+
+def test_a_guest_that_is_too_slow_for_epsilon_hears_of_epsilon(make_grant: MakeGrant) -> None:
+    slow = StepTimeModel(base_s=0.0, decode_s=0.014, prefill_s=0.014, factor=1.0)
+    grant = make_grant(epsilon=0.05, ttft_slo_s=0.25, production=ON_GPU)
+    lent = lending([PROMPTS["of which none is known"]], grant, slow, token_limit=LIMIT)
+    assert lent.tokens == 0
+    assert (
+        "shortest step takes 14 ms, and production's epsilon bears steps of 4.8 ms" in lent.reason
+    )
+    assert lent.reason.endswith("raise epsilon")
+
+
+def test_a_guest_without_a_fixed_cost_is_lent_what_fits(make_grant: MakeGrant) -> None:
+    quick = StepTimeModel(base_s=0.0, decode_s=1e-3, prefill_s=1e-3, factor=1.0)
+    grant = make_grant(epsilon=0.05, ttft_slo_s=0.25, production=ON_GPU)
+    lent = lending([PROMPTS["of which none is known"]], grant, quick, token_limit=LIMIT)
+    assert (lent.tokens, lent.reason) == (4, ""), "a step of 4.8 ms and a rest"
+
+
+def test_an_ungated_guest_is_bound_by_no_law(make_grant: MakeGrant) -> None:
+    grant = make_grant(epsilon=0.05, mode=GrantMode.UNGATED, production=ON_GPU)
+    assert lending([Pulse()], grant, StepTimeModel(base_s=9.0), token_limit=LIMIT) == Lending()
 
 
 def test_unknown_step_times_lend_nothing_and_say_so(make_grant: MakeGrant) -> None:

@@ -238,6 +238,18 @@ def test_the_log_says_once_what_is_lent_and_warns_of_nothing(
     assert stage.metric("harvester_lent_step_tokens", slot=SLOT) == 0
 
 
+def test_an_ungated_slot_states_no_loan_of_a_law_that_it_does_not_follow(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, unsafe_experiments=True)
+    stage.node.close()
+    stage.start(ungated=True)
+    stage.production()
+    stage.guest(lending=Lending(reason="too slow"))
+    stage.beats(3)
+    (offer,) = [slot.offer() for slot in stage.node.slots]
+    stage.node.close()
+    assert offer.lending == Lending()
+
+
 def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
     stage.harvest()
     with pytest.raises(ConfigError, match="another agent runs on pages"):
