@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.errors import Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, TensorSpec
 from weightsync.layout.manifest import Manifest, decoded_manifest
@@ -30,7 +30,7 @@ from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.transport.base_checkpoint import BaseCheckpoint
 from weightsync.transport.location import source_at
-from weightsync.transport.source import StoreSource
+from weightsync.transport.source import StoreSource, no_store
 
 MAX_SHARD_BYTES = 1 << 38
 """Bound on one shard: no publisher writes 256 GiB into one file."""
@@ -88,9 +88,7 @@ class Store:
         try:
             found = self._source.directories()
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"no weight store at {self}: publish a version there first"
-            ) from error
+            raise no_store(self) from error
         refs = (named_ref(name) for name in found)
         return frozenset(ref for ref in refs if ref is not None)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
+from harvester.contracts.errors import UNDECODABLE, Corrupt
 from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.layout.tables import plain_table
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.source import StoreSource
+from weightsync.transport.source import StoreSource, no_store
 
 _FOREIGN = "of another system"
 """Other systems mark no version with READY."""
@@ -81,7 +81,7 @@ def list_store(location: str, access: Access) -> Iterator[str]:
     with suppress(FileNotFoundError):
         names = StoreRoot(location, access).names()
     if not names:
-        raise ConfigError(f"no weight store at {location}: publish a version there first")
+        raise no_store(location)
     yield from names
 
 

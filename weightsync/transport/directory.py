@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.transport.source import StoreSource, watched
+from weightsync.transport.source import StoreSource, no_store, watched
 
 _POLL_S = 0.1
 
@@ -20,7 +20,7 @@ class DirectorySource(StoreSource):
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise ConfigError(f"no weight store at {root}: publish a version there first")
+            raise no_store(root)
         self._root = root
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.ranges import ByteSpan
 
@@ -89,6 +90,14 @@ class StoreSource(Protocol):
     def close(self) -> None:
         """Close open files and connections."""
         return
+
+
+def no_store(location: object) -> ConfigError:
+    """The error for a missing store. A gateway's replies hide the path: the message does without."""
+    return ConfigError(
+        f"no weight store at {location}: publish a version there first, or look elsewhere (an "
+        "engine looks under its ROSEMUX_WEIGHT_ROOT)"
+    )
 
 
 def each_span(

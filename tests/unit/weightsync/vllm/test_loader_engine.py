@@ -132,6 +132,7 @@ def test_a_store_that_is_not_there_fails_to_be_staged_in_words(worker: Any) -> N
     reply = worker.rosemux_stage(store="nowhere", version=2)
     assert reply["state"] == "failed"
     assert "no weight store at" in reply["message"]
+    assert "ROSEMUX_WEIGHT_ROOT" in reply["message"], "a gateway hides the path"
 
 
 def test_a_version_is_staged_before_the_first_update(
