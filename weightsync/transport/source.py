@@ -93,7 +93,7 @@ class StoreSource(Protocol):
 
 
 def no_store(location: object) -> ConfigError:
-    """The error for a missing store. A gateway's replies hide the path: the message does without."""
+    """The error for a missing store; the path in it is hidden in a gateway's replies."""
     return ConfigError(
         f"no weight store at {location}: publish a version there first, or look elsewhere (an "
         "engine looks under its ROSEMUX_WEIGHT_ROOT)"
