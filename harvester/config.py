@@ -46,6 +46,8 @@ class HttpConfig(FrozenSettings):
     operator_token_file: Path | None = None
     """Tokens that may also stop and resume; without this file, tokens of `token_file` may. With it,
     a gateway's token lifts only orders of gateways."""
+    observer_token_file: Path | None = None
+    """Tokens that read status and metrics, and do nothing else even if another file has them."""
     tls: ServerTls | None = None
     """Required off loopback, unless `plain_http` says otherwise."""
     plain_http: bool = False
@@ -53,11 +55,17 @@ class HttpConfig(FrozenSettings):
 
     @model_validator(mode="after")
     def _safe_off_loopback(self) -> "HttpConfig":
-        if self.operator_token_file is not None and self.token_file is None:
-            raise ValueError("operator_token_file: needs a token_file for the other callers")
+        for role in ("operator_token_file", "observer_token_file"):
+            if getattr(self, role) is not None and self.token_file is None:
+                raise ValueError(f"{role}: needs a token_file for the other callers")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         return self
+
+    @property
+    def token_files(self) -> tuple[Path | None, ...]:
+        """The files of gateways, operators and observers."""
+        return self.token_file, self.operator_token_file, self.observer_token_file
 
 
 class MpsConfig(FrozenSettings):
@@ -383,7 +391,7 @@ class AgentConfig(FrozenSettings):
     def check_here(self) -> None:
         """Raises ConfigError if this machine lacks a user, the group or a file of `http`."""
         self.check_users()
-        for path in filter(None, (self.http.token_file, self.http.operator_token_file)):
+        for path in filter(None, self.http.token_files):
             read_tokens(path)
         if self.http.tls is not None:
             self.http.tls.context()

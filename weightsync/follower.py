@@ -71,14 +71,14 @@ class Follower(AbstractContextManager["Follower"]):
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
         self._clock = clock or MonotonicClock()
-        self._knows_run = False
-        """Whether the held version was compared with the store's, or comes from it."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
             self._kept = KeptDirectory(Path(directory), self._pool)
         except BaseException:
             self._pool.shutdown()
             raise
+        if (held := self.held) is not None:
+            receiver.holds(held.version, held.state_hash)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -109,9 +109,6 @@ class Follower(AbstractContextManager["Follower"]):
         Waits for it up to `wait_s` if the source announces versions; other sources are read once.
         """
         held = None if self.held is None else self.held.version
-        if held is not None and not self._knows_run:
-            self._knows_run = not self._receiver.was_replaced(held, held)
-            held = held if self._knows_run else None
         return self._receiver.newer(held, wait_s=wait_s if self.announces else 0.0)
 
     @property
@@ -135,7 +132,6 @@ class Follower(AbstractContextManager["Follower"]):
         written = self._advance(coming)
         held = self._kept.end(plan.target, coming.state_hash, coming.digests)
         self._receiver.wrote_steps(coming.staged)
-        self._knows_run = True
         return Pulled(
             version=held.version,
             state_hash=held.state_hash,

@@ -8,7 +8,7 @@
 a full checkpoint has been applied: `settle` does that by itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -105,7 +105,7 @@ class Receiver:
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
         self._last_hash: tuple[WeightVersion | None, str | None] = None, None
-        """The version that was written last, and its state hash as its store gave it."""
+        """The version that was written last or is held, and its state hash as its store gave it."""
         self._stamps: dict[WeightVersion, str] = {}
         """Stamp of every version that was written here; empty for ours, and where none is seen."""
         self.reapplied = 0
@@ -135,12 +135,24 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`, or is of another run than the version
-        `than` that was written here; None after `wait_s`."""
-        known = None if than is None else self._stamps.get(than)
-        if than is not None and known and self._was_replaced(than, than, known):
-            than = None
-        return self._store.newer(than, wait_s=wait_s)
+        """The newest version once it differs from `than`, or may be of another run than the version
+        `than` that was written here or is held; None after `wait_s`."""
+        is_other = than is not None and than == self._last_hash[0] and self._is_other_run(than)
+        return self._store.newer(None if is_other else than, wait_s=wait_s)
+
+    def _is_other_run(self, held: WeightVersion) -> bool:
+        """Whether the store has another run's version under the number of the held one."""
+        known = self._stamps.get(held)
+        with suppress(*_BROKEN):
+            found = self._store.manifest(VersionRef(Kind.WEIGHT, held))
+            if found.block is not None:
+                return found.state_hash != self._last_hash[1]
+            return found.stamp not in {"", known}
+        return bool(known)
+
+    def holds(self, version: WeightVersion, state_hash: str) -> None:
+        """The holder has this version, which another receiver wrote."""
+        self._last_hash = version, state_hash
 
     def was_replaced(self, held: WeightVersion, newest: WeightVersion) -> bool:
         """Whether the store's newest version, not above the held one, may be of another run than
@@ -331,11 +343,13 @@ class Receiver:
         target: WeightVersion,
         *,
         held: Layout | None = None,
+        check: Callable[[str | None], None] = lambda _state_hash: None,
     ) -> Staged:
         """Plan and stage, by the first way whose parts are all intact.
 
         `held` is the layout at `current`, which suffices for a chain if no full checkpoint is
-        readable. Raises the fault of the first way.
+        readable. `check` may refuse a published state before it is read. Raises the fault of the
+        first way.
         """
         refused: RoseMuxError | None = None
         broken: set[tuple[VersionRef, ...]] = set()
@@ -350,6 +364,7 @@ class Receiver:
                 continue
             try:
                 with self._forgetting():
+                    check(plan.manifest.state_hash)
                     self.parts(plan, held)
             except _BROKEN as refusal:
                 # The layout alone may be broken; another full checkpoint has the layout too.

@@ -20,6 +20,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.scheduler import Scheduler
@@ -136,9 +137,8 @@ class Cluster:
         return turn
 
     async def publish(self, store: str) -> None:
-        await self.scheduler.versions.publish(
-            JOB, store=store, version=WeightVersion(1), cut_exact=False
-        )
+        published = VersionPublished(job=JOB, store=store, version=WeightVersion(1))
+        await self.scheduler.versions.publish(published)
 
     @property
     def counters(self) -> TurnCounters:

@@ -26,6 +26,8 @@ class Receipt(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def state_hash(self) -> str: ...
+    @property
     def bytes_sent(self) -> int: ...
     @property
     def bytes_dense(self) -> int: ...
@@ -36,7 +38,7 @@ class Publishes(Protocol):
 
 
 class Announces(Protocol):
-    async def announce(self, version: int, store: str) -> VersionSwitched: ...
+    async def announce(self, version: int, store: str, *, state_hash: str) -> VersionSwitched: ...
 
 
 class Collects(Protocol):
@@ -83,7 +85,7 @@ class TrainingRun:
         started_s = self._clock.now()
         receipt = self._publisher.publish(self._weights.state_for_publish())
         published_s = self._clock.now()
-        await self._gateway.announce(receipt.version, self._store)
+        await self._gateway.announce(receipt.version, self._store, state_hash=receipt.state_hash)
         self._version = receipt.version
         switched_s = self._clock.now()
         return Switched(receipt, published_s - started_s, switched_s - published_s)

@@ -66,13 +66,14 @@ class AgentProcess:
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._written)
-        path, operators = self._config.http.token_file, self._config.http.operator_token_file
-        tokens = None if path is None else TokenFile(path)
+        tokens, operators, observers = (
+            None if path is None else TokenFile(path) for path in self._config.http.token_files
+        )
         if tokens is None:
             _log.warning("http has no token_file: the tenant of a lease is what its caller says")
-        operating = None if operators is None else TokenFile(operators)
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
-        async with serving(application(node, tokens=tokens, operators=operating)) as runner:
+        app = application(node, tokens=tokens, operators=operators, observers=observers)
+        async with serving(app) as runner:
             try:
                 # Before the first renewal may come: a lease of each goes on.
                 await self._look_for_slots(node)

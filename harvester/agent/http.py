@@ -1,7 +1,7 @@
 """The agent's HTTP: leases, stops, health and metrics. It translates and checks; tables decide.
 
 Protocol answers, refusals included, are 200 with the tagged value. 400 is a malformed request, 401
-a missing token, 403 one that may not stop, 413 a body over the limit.
+a missing token, 403 one that may not stop or only observes, 413 a body over the limit.
 """
 
 from aiohttp import web
@@ -28,11 +28,15 @@ _MAX_CALLER = 200
 
 
 def application(
-    node: NodeAgent, *, tokens: TokenFile | None = None, operators: TokenFile | None = None
+    node: NodeAgent,
+    *,
+    tokens: TokenFile | None = None,
+    operators: TokenFile | None = None,
+    observers: TokenFile | None = None,
 ) -> web.Application:
     """`tokens` judge Authorization headers; None accepts every caller. `operators` are also
     accepted; only they may stop and resume beyond gateways' own orders; None: every accepted caller
-    may."""
+    may. `observers` read."""
     routes = Routes(node, tokens, operators)
     files = [file for file in (tokens, operators) if file is not None]
 
@@ -42,10 +46,11 @@ def application(
         return any(found)
 
     accepts = None if tokens is None else accepted
+    observes = None if observers is None else observers.accepts
     app = web.Application(
         client_max_size=SMALL_BODY_BYTES,
         middlewares=[
-            token_required(accepts, of="agent", probes=_PROBES),
+            token_required(accepts, of="agent", probes=_PROBES, observes=observes),
             errors_as_replies({web.HTTPException: None}),
         ],
     )

@@ -26,9 +26,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "DELETE /v1/leases/{lease}": Operation("Give a lease back", None, LeaseEnded),
     "GET /v1/stops": Operation("Orders to stop that are in force", None, StopsInForce),
-    "POST /v1/stops": Operation(
-        "Hold, drain or resume", StopRequest, StopReply, refuses=(403, 503)
-    ),
+    "POST /v1/stops": Operation("Hold, drain or resume", StopRequest, StopReply, refuses=(503,)),
     "GET /healthz": _probe("200 while the agent beats"),
     "GET /readyz": _probe("200 while the signals of all slots are fresh"),
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
@@ -37,5 +35,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def refuses(name: str) -> tuple[int, ...]:
-    """Statuses of the agent's token, which its probes do not need."""
-    return () if name in ("GET /healthz", "GET /readyz") else (401,)
+    """Statuses of the agent's token, which its probes do not need; an observer's only reads."""
+    if name in ("GET /healthz", "GET /readyz"):
+        return ()
+    return (401,) if name.startswith("GET ") else (401, 403)

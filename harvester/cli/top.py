@@ -56,7 +56,7 @@ def top(
     if config is not None:
         loaded = read_agent_config(config).config
         urls.append(_url_of(loaded))
-        token_file = token_file or loaded.http.token_file
+        token_file = token_file or loaded.http.observer_token_file or loaded.http.token_file
     if not urls:
         raise ConfigError("name the URLs of agents, or an agent's file with --config")
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)

@@ -37,11 +37,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         return Served(**{name: getattr(self, name) - getattr(other, name) for name in COUNTS})
 
     @property
-    def unproven(self) -> bool:
-        """Whether so much was granted without a withheld request that each miss is charged."""
-        return not self.withheld and self.granted >= _UNPROVEN_REQUESTS
-
-    @property
     def excess(self) -> float:
         """Misses of granted slices beyond the rate of withheld slices; below 0 if withheld slices
         missed more often. A request's late beat counts as one late request."""
@@ -59,7 +54,9 @@ NONE_SERVED = Served()
 _SURE = 4.0
 """Standard errors; more of them with few hours."""
 _UNPROVEN_REQUESTS = 1000
-"""Granted requests without a withheld one, after which nothing is known in production's favour."""
+_UNPROVEN_HOURS = 3
+"""So many granted requests and hours without a withheld request are no chance: nothing is known in
+production's favour. A busy service has a thousand requests within one slice."""
 _HOURS_LEAST = 8
 
 
@@ -76,6 +73,8 @@ def _sure(excess: Sequence[float]) -> float:
     return max(0.0, total - _SURE * (1 + 6 / count) * math.sqrt(spread))
 
 
-def charged_misses(total: Served, excess: Sequence[float]) -> float:
-    """Misses charged to harvesting. `excess`: of each hour with requests of both kinds."""
-    return total.granted_misses if total.unproven else _sure(excess)
+def charged_misses(total: Served, excess: Sequence[float], *, granted_hours: int) -> float:
+    """Misses charged to harvesting. `excess`: of each hour with requests of both kinds;
+    `granted_hours`: hours with granted requests."""
+    unproven = granted_hours >= _UNPROVEN_HOURS and total.granted >= _UNPROVEN_REQUESTS
+    return total.granted_misses if unproven and not total.withheld else _sure(excess)

@@ -8,12 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from harvester.config import MAX_SLOTS, AgentConfig
+from harvester.config import MAX_SLOTS, AgentConfig, SlotConfig
 from harvester.config_file import unsafe_settings
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import is_name
 
 Fields = dict[str, Any]
+_PLACED = {"type": "string", "pattern": r"\$"}
+"""Schema of a text with a placeholder."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
 
 
@@ -48,6 +50,14 @@ class SlotTemplate:
             return  # The template has values of engines, which are not known here.
         except ValueError as error:
             raise ConfigError(f"the template gives no slot: {error}") from error
+
+    @staticmethod
+    def model_json_schema() -> Fields:
+        """The schema of a slot without its name, whose values may have placeholders."""
+        schema: Fields = _placed(SlotConfig.model_json_schema())
+        del schema["properties"]["name"]
+        schema["required"].remove("name")
+        return schema
 
     def slot(self, engine: DiscoveredEngine) -> Fields:
         """The fields of the engine's slot. Raises ValueError if they make no valid slot."""
@@ -117,6 +127,18 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
             return [_filled(each, values) for each in value]
         case _:
             return value
+
+
+def _placed(schema: Any) -> Any:
+    match schema:
+        case {"type": "boolean" | "integer" | "number" | "string"} | {"enum": _}:
+            return {"anyOf": [schema, _PLACED]}
+        case dict():
+            return {name: _placed(each) for name, each in schema.items()}
+        case list():
+            return [_placed(each) for each in schema]
+        case _:
+            return schema
 
 
 class KeptSlots:

@@ -112,16 +112,25 @@ def errors_as_replies(
 
 
 def token_required(
-    accepts: Callable[[str], bool] | None, *, of: str, probes: Collection[str] = ("/healthz",)
+    accepts: Callable[[str], bool] | None,
+    *,
+    of: str,
+    probes: Collection[str] = ("/healthz",),
+    observes: Callable[[str], bool] | None = None,
 ) -> Middleware:
     """Refuses requests whose Authorization header is not accepted; None accepts all. Probes carry
-    no token: health reveals no secret."""
+    no token: health reveals no secret. A header that `observes` reads, and does nothing else even
+    if it is accepted too, so that a token in two files by mistake has the fewer rights."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "")
-        if accepts is not None and request.path not in probes and not accepts(sent):
-            return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
+        if accepts is not None and request.path not in probes:
+            sent = request.headers.get("Authorization", "")
+            known, observer = accepts(sent), observes is not None and observes(sent)
+            if not known and not observer:
+                return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
+            if observer and request.method not in ("GET", "HEAD"):
+                return error_reply(403, "the token of observer reads status and metrics")
         return await handler(request)
 
     return middleware
@@ -202,8 +211,9 @@ async def posted(
     headers: Mapping[str, str],
     timeout_s: float,
     tls: ssl.SSLContext | bool = True,
+    passing: Collection[int] = PASSING,
 ) -> bytes:
-    """The reply's body. Repeats what may pass by itself: statuses of `PASSING`, no connection.
+    """The reply's body. Repeats what may pass by itself: `passing` statuses, no connection.
 
     Raises Exhausted after the last one and at a timeout, HttpRefusal for any other status.
     """
@@ -221,7 +231,7 @@ async def posted(
                 if reply.status == 200:
                     return content
                 problem = refusal_of(reply, content)
-                if reply.status not in PASSING:
+                if reply.status not in passing:
                     raise problem
                 asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
         except TimeoutError as error:

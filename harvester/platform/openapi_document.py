@@ -17,15 +17,19 @@ from harvester.platform.http_kit import json_reply
 PATH = "/openapi.json"
 JSON, TEXT = "application/json", "text/plain"
 FAILURES: Mapping[int, str] = {
+    206: "the part that Range names",
+    304: "the caller has it already",
     400: "malformed, a wrong name, or a field that the message names",
     401: "no token, or none that is known",
     403: "the token's holder may not do this",
     404: "no such thing",
     408: "the body was not whole in time",
-    409: "overtaken: an older version, another request of the same id, another's service",
+    409: "overtaken: an older version, another request of the same id, another's service, or other "
+    "content than was published",
     410: "gone for good",
     413: "the body is too long",
     415: "a Content-Encoding other than identity",
+    416: "no such part",
     422: "not served to anyone: the message says why",
     429: "more waits than may be held",
     502: "malformed reply of an engine",
@@ -99,7 +103,7 @@ def document(
         for status in sorted({*_refusals(path, operation), *refuses(name)}):
             failed = _response(
                 repeats if status == 408 else error,
-                operation.fails if status in operation.refuses else (JSON,),
+                _kinds(status, operation),
                 FAILURES[status],
             )
             answered[str(status)] = failed | (_RETRIED if status in retried else {})
@@ -136,6 +140,12 @@ def _response(
 ) -> dict[str, Any]:
     content = {kind: {"schema": schema if kind == JSON else {"type": "string"}} for kind in kinds}
     return {"description": words, "content": content}
+
+
+def _kinds(status: int, operation: Operation) -> tuple[str, ...]:
+    """Content types of another status than 200: a part has the whole's, 304 has no body."""
+    own = operation.fails if status in operation.refuses else (JSON,)
+    return {206: operation.kinds, 304: ()}.get(status, own)
 
 
 _RETRIED = {

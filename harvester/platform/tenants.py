@@ -5,16 +5,17 @@ import stat
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from pydantic import ConfigDict, Field, RootModel, ValidationError
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import TenantId, checked_name
+from harvester.contracts.ids import NAME_PATTERN, NAME_RULE, TenantId
 from harvester.platform.bearer import MIN_TOKEN_BYTES, check_token_file, read_tokens
 from harvester.platform.renewed import Renewed
-from harvester.platform.yaml_file import parse_fields, read_text
+from harvester.platform.yaml_file import FrozenSettings, parse_fields, read_text
 
 OPERATOR, OBSERVER = TenantId("operator"), TenantId("observer")
 """No tenants: the first one's token is for all, the second one's reads status and metrics."""
@@ -23,6 +24,23 @@ TENANT: Final[web.RequestKey[TenantId | None]] = web.RequestKey("tenant")
 
 Tokens = dict[bytes, TenantId]
 Stores = dict[TenantId, list[str]]
+_Token = Annotated[str, Field(min_length=MIN_TOKEN_BYTES)]
+_TokenOrMore = _Token | Annotated[list[_Token], Field(min_length=1)]
+
+
+class TenantSettings(FrozenSettings):
+    token: _TokenOrMore
+    """The token that the tenant sends; several while one is replaced."""
+    stores: str | Annotated[list[str], Field(min_length=1)] = ""
+    """Weight stores that a weight server or relay shows it: names, or patterns as job-a-*."""
+
+
+class TenantTokens(
+    RootModel[dict[Annotated[str, Field(pattern=NAME_PATTERN)], _TokenOrMore | TenantSettings]]
+):
+    """Tenants by name, each with its token; `operator` and `observer` are roles."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
 
 class Tenants:
@@ -98,30 +116,32 @@ def tenant_required(
 def _read(path: Path) -> tuple[Tokens, Stores]:
     check_token_file(path, open_to=stat.S_IRGRP | stat.S_IROTH)
     # Errors of this reader show no line of the file, which holds tokens.
-    given = parse_fields(read_text(path), path)
+    given = {str(name): entry for name, entry in parse_fields(read_text(path), path).items()}
     if not given:
         raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
+    try:
+        entries = TenantTokens.model_validate(given).root
+    except ValidationError as error:
+        name, *within = error.errors()[0]["loc"]
+        if within == ["[key]"]:
+            raise ConfigError(f"{path}: {name!r} is no tenant: {NAME_RULE}") from None
+        raise ConfigError(
+            f"{name} in {path}: give a token of {MIN_TOKEN_BYTES} characters or more, a list of "
+            "them, or token and stores, which are names, or patterns as job-a-*"
+        ) from None
     tokens: Tokens = {}
     stores: Stores = {}
-    for tenant, entry in given.items():
-        name = TenantId(checked_name(str(tenant), what="tenant"))
-        fields = entry if isinstance(entry, dict) else {"token": entry}
-        if not fields.keys() <= {"token", "stores"}:
-            raise ConfigError(f"{name} in {path}: give a token, or token and stores")
-        for token in _listed(fields.get("token")):
-            if not isinstance(token, str) or len(token) < MIN_TOKEN_BYTES:
-                raise ConfigError(
-                    f"token of {name} in {path}: use {MIN_TOKEN_BYTES} characters or more"
-                )
-            if tokens.setdefault(token.encode(), name) != name:
+    for name, entry in entries.items():
+        fields = entry if isinstance(entry, TenantSettings) else TenantSettings(token=entry)
+        tenant = TenantId(name)
+        for token in _listed(fields.token):
+            if tokens.setdefault(token.encode(), tenant) != tenant:
                 raise ConfigError(f"{path}: {name} and {tokens[token.encode()]} have one token")
-        stores[name] = _listed(fields.get("stores", ""))
-        if not all(isinstance(each, str) for each in stores[name]):
-            raise ConfigError(f"stores of {name} in {path}: give names, or patterns as job-a-*")
-        if name in (OPERATOR, OBSERVER) and "stores" in fields:
+        stores[tenant] = _listed(fields.stores)
+        if tenant in (OPERATOR, OBSERVER) and "stores" in fields.model_fields_set:
             raise ConfigError(f"{path}: {OPERATOR} reads every store, {OBSERVER} none")
     return tokens, stores
 
 
-def _listed(given: object) -> list[Any]:
-    return given if isinstance(given, list) and given else [given]
+def _listed(given: str | list[str]) -> list[str]:
+    return given if isinstance(given, list) else [given]

@@ -47,9 +47,13 @@ class RolloutClient:
         self._loop.call(self._client.abort, request_id)
 
     def announce(
-        self, version: int, store: str, *, cut_open_turns: bool = False
+        self, version: int, store: str, *, state_hash: str = "", cut_open_turns: bool = False
     ) -> VersionSwitched:
-        return self._loop.run(self._client.announce(version, store, cut_open_turns=cut_open_turns))
+        return self._loop.run(
+            self._client.announce(
+                version, store, state_hash=state_hash, cut_open_turns=cut_open_turns
+            )
+        )
 
     def activate(self) -> VersionSwitched:
         return self._loop.run(self._client.activate())

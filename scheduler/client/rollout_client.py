@@ -216,12 +216,16 @@ class AsyncRolloutClient:
                 cut.reschedule(0.0)
 
     async def announce(
-        self, version: int, store: str, *, cut_open_turns: bool = False
+        self, version: int, store: str, *, state_hash: str = "", cut_open_turns: bool = False
     ) -> VersionSwitched:
         """A version was published to `store`; returns when every dedicated engine serves it, or at
-        once, with `active` false, where they serve another job."""
+        once, with `active` false, where they serve another job. `state_hash`: its publisher's, so
+        that no other run's version is taken for it."""
         published = PublishedVersion(
-            version=WeightVersion(version), store=store, cut_open_turns=cut_open_turns
+            version=WeightVersion(version),
+            store=store,
+            state_hash=state_hash,
+            cut_open_turns=cut_open_turns,
         )
         return await self._call(f"/v1/jobs/{self._job}/versions", published, VersionSwitched)
 

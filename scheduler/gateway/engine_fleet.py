@@ -17,6 +17,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import EngineLost, EngineUnreachable
+from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
@@ -367,13 +368,12 @@ class EngineFleet:
             if fault := self._review_clash(member):
                 raise EngineLost(fault)
             member.description = await member.client.switch(
-                store=effect.store,
-                version=effect.version,
+                HeldWeights(effect.store, effect.version, effect.state_hash),
                 timeout_s=self._update_s,
                 adapter=self._adapter_of(effect.job),
             )
             member.numerics = member.engine.numerics or await self._numerics(member)
-            fault = self._review_clash(member)
+            fault = self._review_clash(member) or self._other_run(member, effect)
         except EngineLost as error:
             fault, died = str(error), isinstance(error, EngineUnreachable)
         except Exception as error:
@@ -392,13 +392,24 @@ class EngineFleet:
             else:
                 self.observe(
                     EngineUpdated(
-                        engine=effect.engine, job=effect.job, version=effect.version, fault=fault
+                        engine=effect.engine,
+                        job=effect.job,
+                        version=effect.version,
+                        fault=fault,
+                        state_hash=member.client.state_hash,
                     )
                 )
             if fault:
                 self._wake_publishers()
             else:
                 self._end_clashes()
+
+    def _other_run(self, member: Member, loaded: UpdateEngine) -> str:
+        """Why the weights are not the job's though the version's number is; "" if they may be."""
+        known, held = self.policy.state_hash(loaded.job, loaded.version), member.client.state_hash
+        if not known or held == known or not (held or loaded.state_hash):
+            return ""
+        return f"it holds version {loaded.version} of another run: {held}, the job's is {known}"
 
     def clash_of(self, guest: EngineDescription) -> str:
         """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""

@@ -81,6 +81,7 @@ from scheduler.gateway.loop_share import LoopEntry, LoopShare
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
@@ -293,11 +294,13 @@ class Gateway:
         job = self._job(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         engines = await self._scheduler.versions.publish(
-            job,
-            store=checked_name(published.store, what="store"),
-            version=published.version,
-            cut_exact=published.cut_open_turns,
-            state_hash=published.state_hash,
+            VersionPublished(
+                job=job,
+                store=checked_name(published.store, what="store"),
+                version=published.version,
+                state_hash=published.state_hash,
+                cut_exact=published.cut_open_turns,
+            )
         )
         active = self._scheduler.versions.is_active(job)
         return json_reply(

@@ -20,7 +20,7 @@ from scheduler.gateway.policy.budget_ledger import (
     ServiceHour,
     SlotAccount,
 )
-from scheduler.gateway.policy.versions_events import JobVersion
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.model import Lease
 
 _SCHEMA_VERSION = 1
@@ -28,6 +28,9 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     job TEXT PRIMARY KEY, store TEXT NOT NULL DEFAULT '', version INTEGER NOT NULL DEFAULT 0,
     active INTEGER NOT NULL DEFAULT 0, harvesting INTEGER
+) STRICT;
+CREATE TABLE IF NOT EXISTS state_hashes (
+    job TEXT PRIMARY KEY, store TEXT NOT NULL, version INTEGER NOT NULL, state_hash TEXT NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS leases (
     lease TEXT PRIMARY KEY, slot TEXT NOT NULL, agent TEXT NOT NULL, job TEXT NOT NULL,
@@ -51,7 +54,8 @@ INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE stor
 """The last line fills `stores` of a file that an older gateway wrote without it."""
 
 
-class StoredJob(JobVersion, frozen=True, kw_only=True):
+class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
+    published: VersionPublished
     active: bool = False
     harvesting: bool | None = None
     """None: never switched; the configuration applies."""
@@ -67,28 +71,30 @@ class SchedulerState:
         self._db = open_database(path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas)
 
     def jobs(self) -> dict[JobId, StoredJob]:
-        rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")
+        rows = self._db.execute(
+            "SELECT job, store, version, coalesce(state_hash, ''), active, harvesting "
+            "FROM jobs LEFT JOIN state_hashes USING (job, store, version)"
+        )
         return {
             JobId(job): StoredJob(
-                job=JobId(job),
-                store=store,
-                version=WeightVersion(version),
+                published=VersionPublished(
+                    job=JobId(job),
+                    store=store,
+                    version=WeightVersion(version),
+                    state_hash=state_hash,
+                    resumed=True,
+                ),
                 active=bool(active),
                 harvesting=None if harvesting is None else bool(harvesting),
             )
-            for job, store, version, active, harvesting in rows
+            for job, store, version, state_hash, active, harvesting in rows
         }
 
     def publish(
-        self,
-        job: JobId,
-        *,
-        store: str,
-        version: WeightVersion,
-        activate: bool = False,
-        owns: bool = True,
+        self, published: VersionPublished, *, activate: bool = False, owns: bool = True
     ) -> None:
         """`owns`: the store is remembered as the job's."""
+        job, store, version = published.job, published.store, published.version
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute(
@@ -97,6 +103,12 @@ class SchedulerState:
                 "WHERE store != excluded.store OR version != excluded.version",
                 (job, store, version),
             )
+            if published.state_hash:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO state_hashes SELECT ?, ?, ?, ? "
+                    "EXCEPT SELECT * FROM state_hashes",
+                    (job, store, version, published.state_hash),
+                )
             if owns:
                 self._db.execute(
                     "INSERT OR IGNORE INTO stores (store, job) VALUES (?, ?)", (store, job)

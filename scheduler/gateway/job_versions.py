@@ -1,10 +1,10 @@
 """Versions that jobs publish, and which job the engines serve: recorded before the fleet moves."""
 
-import asyncio
 import logging
 import math
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,6 +23,7 @@ from scheduler.model import BASE_VERSION, EngineKind
 _log = logging.getLogger(__name__)
 _FAULT_CHARS = 200
 """Bound on one engine's fault in a message: engines word parts of it."""
+_TAKEN_KEPT = 64
 
 
 class JobVersions:
@@ -36,8 +37,10 @@ class JobVersions:
         *,
         publish_s: float,
         on_activated: Callable[[], None],
+        on_other_run: Callable[[JobId, str], Awaitable[object]],
     ) -> None:
-        """`publish_s`: longest wait for the dedicated engines."""
+        """`publish_s`: longest wait for the dedicated engines. `on_other_run`: called with the
+        reason why a job's turns are refused from now on."""
         self._jobs = jobs
         self._fleet = fleet
         self._staging = staging
@@ -47,6 +50,12 @@ class JobVersions:
         """Publish time of each job's newest version; versions restored at the start have none."""
         self._publish_s = publish_s
         self._on_activated = on_activated
+        self._on_other_run = on_other_run
+        self.other_runs: dict[JobId, str] = {}
+        """Why turns are refused, of each job whose trainer began anew: engines hold weights of the
+        run before. Until a publish is taken."""
+        self._taken: dict[JobId, deque[str]] = {job: deque(maxlen=_TAKEN_KEPT) for job in jobs}
+        """Hashes of the versions that were taken last: a late repeat is of the same run."""
         rules = {
             job: StoreRule(tenant=given.tenant, pattern=given.stores) for job, given in jobs.items()
         }
@@ -73,54 +82,44 @@ class JobVersions:
         # The active job's version first: the first publish that the policy observes sets its
         # target.
         for job, facts in sorted(stored.items(), key=lambda item: item[0] != active):
-            if job in self._jobs and facts.version:
-                self._fleet.observe(
-                    VersionPublished(
-                        job=job, store=facts.store, version=facts.version, resumed=True
-                    )
-                )
+            if job in self._jobs and facts.published.version:
+                self._fleet.observe(facts.published)
         for job, given in self._jobs.items():
             line = "job %s of tenant %s is registered, at version %d"
             _log.info(line, job, given.tenant, self.newest(job))
         if active is not None:
             self._fleet.observe(JobActivated(job=active))
 
-    async def publish(
-        self,
-        job: JobId,
-        *,
-        store: str,
-        version: WeightVersion,
-        cut_exact: bool,
-        state_hash: str = "",
-    ) -> dict[EngineId, VersionSwitchState]:
+    async def publish(self, published: VersionPublished) -> dict[EngineId, VersionSwitchState]:
         """The engines, unless they serve another tenant's job.
 
         Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
         cannot be recorded: then nothing has moved. PeerProtocolError for a store that is not the
         job's.
         """
+        job, store, version = published.job, published.store, published.version
         self._check_store(job, store)
-        published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
-            if state_hash and wanted == policy.published(job):
-                await self._check_run(wanted, state_hash)
+            if published.state_hash and (refusal := policy.refusal(published)):
+                if published.state_hash not in self._taken[job]:
+                    # A trainer that goes on after this would get the other run's samples.
+                    self.other_runs[job] = f"the job's last publish was refused: {refusal}"
+                    await self._on_other_run(job, self.other_runs[job])
+                raise Stale(refusal)
             if self._takes_engines(job):
                 await self._staging.prepare(wanted, patience_s=SHOWN_S)
             self._check_store(job, store)  # Another tenant may have published it meanwhile.
             serves = self._takes_engines(job)
             new = wanted != policy.published(job)
-            record = partial(
-                self._state.publish,
-                job,
-                store=store,
-                version=version,
-                activate=serves,
-                owns=self._owners.remembers(job, store),
-            )
+            owns = self._owners.remembers(job, store)
+            record = partial(self._state.publish, published, activate=serves, owns=owns)
             self._observe(published, record)
             self._owners.note(job, store)
+            if published.state_hash:
+                self._taken[job].append(published.state_hash)
+            if new or published.state_hash:
+                self.other_runs.pop(job, None)
             if new:
                 self._announced_s[job] = self._clock.now()
                 line = "job %s: version %d of store %s is announced%s"
@@ -163,17 +162,6 @@ class JobVersions:
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
             raise PeerProtocolError(f"store: {refusal}")
-
-    async def _check_run(self, wanted: JobVersion, state_hash: str) -> None:
-        """Raises Stale where an engine holds the version of an earlier run of the trainer."""
-        clients = [member.client for member in self._fleet.members.values() if member.up]
-        asked = (each.holds_another(wanted.store, wanted.version, state_hash) for each in clients)
-        if any(await asyncio.gather(*asked)):
-            raise Stale(
-                f"version {wanted.version} of store {wanted.store} is another one than engines "
-                "hold: the store was begun anew; begin this run as another job, in a store of its "
-                "own"
-            )
 
     def _takes_engines(self, job: JobId) -> bool:
         """Whether its publish leads the engines."""

@@ -1,6 +1,7 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
+import math
 import secrets
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
@@ -140,6 +141,7 @@ class Scheduler:
             clock,
             publish_s=times.publish_s,
             on_activated=self.harvest.wake,
+            on_other_run=self._end_run,
         )
         self.dispatcher.fault_for = lambda job: next(iter(self.versions.faults(job)), "")
         self.fleet.leasable = self.harvest.leasable
@@ -291,8 +293,12 @@ class Scheduler:
     ) -> tuple[Turn, RefuseTurn | None]:
         """Serve one turn to its end, or join it where the job asked for the same before.
 
-        A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine.
+        A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine. Raises
+        TurnRefused where engines hold weights of an earlier run of the job's trainer.
         """
+        if reason := self.versions.other_runs.get(job):
+            key = turn_key(job, request.request_id)
+            raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
         return await self._open_turns[job].serve(
             request,
             trajectory=trajectory,
@@ -323,6 +329,12 @@ class Scheduler:
     async def abort(self, job: JobId, ids: Collection[str] | None) -> int:
         """Ends the job's open turns with these names (None: all) with their tokens so far."""
         return await self._open_turns[job].abort(ids=ids)
+
+    async def _end_run(self, job: JobId, why: str) -> None:
+        self.answered.expire(now=math.inf)  # The new run may give its requests the same names.
+        for turn in self.ledgers[job].turns():
+            turn.fault = why
+        await self.abort(job, None)
 
     async def pause(self, job: JobId, mode: PauseMode) -> None:
         """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""

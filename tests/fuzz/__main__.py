@@ -1,9 +1,9 @@
 """`python -m tests.fuzz [NAME…]`: does each API do what its OpenAPI document says, whatever it is
 sent?
 
-schemathesis makes requests from the document of agent, gateway and phase control, valid ones and
-wrong ones, and holds replies to it: no 5xx, the statuses, content types and schemas that it names.
-Ends with 1 where one does not.
+schemathesis makes requests from the document of agent, gateway, phase control and weight server,
+valid ones and wrong ones, and holds replies to it: no 5xx, the statuses, content types and schemas
+that it names. Ends with 1 where one does not.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -34,6 +35,11 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import Site, gateway_on
+from weightsync import Publisher
+from weightsync.layout.names import INDEX_FILE
+from weightsync.serve.server import ServingLimits, WeightServer
+from weightsync.serve.shelf import SourceShelf
+from weightsync.transport.location import StoreRoot
 
 CHECKOUT = Path(__file__).parents[2]
 _ENVIRONMENT = "schemathesis"
@@ -43,7 +49,12 @@ _CHECKS = (
     *("content_type_conformance", "response_schema_conformance"),
 )
 _SEED = 1
-_KNOWN = {"job": "job", JOB_HEADER: "job", "mode": "keep"}
+_KNOWN = {"job": ["job"], JOB_HEADER: ["job"], "mode": ["keep"], "store": ["store"]}
+_KNOWN |= {
+    "directory": ["weight_v000001"],
+    "file": [INDEX_FILE, "model-00001-of-00001.safetensors"],
+}
+_KNOWN |= {"Range": ["bytes=8-15", "bytes=-1", "bytes=9-", "bytes=999999-", "lines=1"]}
 """Values of parameters."""
 
 
@@ -90,7 +101,7 @@ async def _document(url: str) -> Any:
         for operation in methods.values():
             for parameter in operation["parameters"]:
                 if known := _KNOWN.get(parameter["name"]):
-                    parameter["schema"]["enum"] = [known]
+                    parameter["schema"]["enum"] = known
     return document
 
 
@@ -164,6 +175,17 @@ async def _phases(folder: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def _weights(folder: Path) -> AsyncIterator[str]:
+    """With one store of one version, without a long wait for another."""
+    with Publisher(folder / "store") as publisher:
+        publisher.publish({"w": torch.ones(40, 5)})
+    shelf = SourceShelf(StoreRoot(folder))
+    async with _served(WeightServer(shelf, limits=ServingLimits(wait_max_s=0.1)).app()) as url:
+        yield url
+    await shelf.close()
+
+
+@asynccontextmanager
 async def _beside(loop: Callable[[], object]) -> AsyncIterator[None]:
     task = asyncio.ensure_future(loop())  # type: ignore[arg-type]
     try:
@@ -178,6 +200,7 @@ SERVICES: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {
     "agent": _agent,
     "gateway": _gateway,
     "phases": _phases,
+    "weights": _weights,
 }
 
 if __name__ == "__main__":

@@ -51,6 +51,9 @@ class FakeEngine:
         self.epoch = epoch
         self.version = 0
         self.updated: dict[str, Any] | None = None
+        self.stored_hash = ""
+        """Hash of every version in its store; empty: the expected one, or the version's number."""
+        self.held_hash = ""
         self.staged: list[list[Any]] = []
         self.stage_fault = ""
         """Why no version can be prepared; empty: one can."""
@@ -191,7 +194,7 @@ class FakeEngine:
     def held(self) -> dict[str, Any]:
         if self.updated is None or self.version == 0:
             return {}
-        told = {"state_hash": f"{self.version:032x}", "reapplied": 0}
+        told = {"state_hash": self.held_hash, "reapplied": 0}
         held = {"store": self.updated["store"], "version": self.updated["version"], **told}
         if adapter := self.updated.get("adapter"):
             return {"store": "base", "version": 1, **told, "adapters": {adapter: held}}
@@ -252,7 +255,11 @@ class FakeEngine:
                 if self.fail_updates > 0:
                     self.fail_updates -= 1
                     return "state hash mismatch"
-                self.updated = body["update_info"]
+                update = body["update_info"]
+                wanted = update.get("state_hash") or self.stored_hash or f"{update['version']:032x}"
+                if self.stored_hash not in ("", wanted):
+                    return f"state {self.stored_hash}, the caller expects {wanted}"
+                self.updated, self.held_hash = update, wanted
             case "/finish_weight_update":
                 if self.updated is None:
                     return "no version is loaded"

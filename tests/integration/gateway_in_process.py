@@ -105,8 +105,9 @@ class GatewayInProcess:
         status, reply = await self.post("/inference/v1/generate", body)
         return status, reply["choices"][0] if status == 200 else reply
 
-    async def publish(self, version: int) -> tuple[int, Any]:
-        return await self.post("/v1/jobs/job/versions", {"version": version, "store": "job.store"})
+    async def publish(self, version: int, **more: Any) -> tuple[int, Any]:
+        body = {"version": version, "store": "job.store", **more}
+        return await self.post("/v1/jobs/job/versions", body)
 
     async def status(self) -> Any:
         return (await self.get("/v1/status"))[1]

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,9 +25,11 @@ from benchmarks.testbed.page_beats import PageBeats
 from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse_reporter import PulseReporter
+from harvester.cli import main
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pulse, Reading
 from harvester.contracts.wire.leases import SlotOffers
+from harvester.platform.bearer import authorization
 from scheduler.gateway.capacity.agent_client import AgentClient
 from tests.certificates import Authority, token_file
 from tests.integration.conftest import Served
@@ -332,22 +335,29 @@ def test_tells_systemd_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> No
             agent.end()
 
 
-def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
+def test_the_agent_offers_a_proxied_guest_by_tls_to_gateways_and_observers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     authority, token = Authority(tmp_path), token_file(tmp_path, "token", "t" * 20)
+    observer = token_file(tmp_path, "observer", "o" * 20)
     made = authority.signs("agent")
     tls = f"tls: {{cert_file: {made.cert_file}, key_file: {made.key_file}}}"
     config = tmp_path / "agent.yaml"
     config.write_text(
         CONFIG.format(root=tmp_path, port=0, engine_url="http://127.0.0.1:8001")
-        .replace("{port", f"{{token_file: {token}, {tls}, port")
+        .replace("{port", f"{{token_file: {token}, observer_token_file: {observer}, {tls}, port")
         .replace("    policy:", "    offered_url: https://192.0.2.21:8443\n    policy:")
     )
 
-    async def offered(address: str) -> SlotOffers:
+    async def offered(url: str, sent: Path) -> SlotOffers:
         async with aiohttp.ClientSession() as session:
-            credentials = authority.trusted(token_file=token)
-            url = f"https://{address}"
+            credentials = authority.trusted(token_file=sent)
             return await AgentClient(session, url, timeout_s=5, credentials=credentials).offers()
+
+    def command(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as left:
+            main([*words, "--token-file", str(observer), "--ca-file", str(authority.file)])
+        return int(left.value.code or 0), " ".join("".join(capsys.readouterr()).split())
 
     with subprocess.Popen(
         [ROSEMUX, "agent", "--config", str(config)], stderr=subprocess.PIPE, text=True
@@ -355,10 +365,27 @@ def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
         assert process.stderr is not None
         try:
             listens = (re.search(r"listens on (\S+:\d+)", line) for line in process.stderr)
-            (offer,) = asyncio.run(offered(next(filter(None, listens)).group(1))).slots
+            url = f"https://{next(filter(None, listens)).group(1)}"
+            (offer,) = asyncio.run(offered(url, token)).slots
+            assert offer.engine_url == "https://192.0.2.21:8443"
+            (offer,) = asyncio.run(offered(url, observer)).slots
+            for words in (
+                ("status", "--agent", url, "--pages", str(tmp_path)),
+                ("top", "--once", url),
+            ):
+                status, said = command(*words)
+                assert (status, "slot0" in said) == (0, True), said
+            status, said = command("drain", "--agent", url, "--reason", "r")
+            assert (status, "HTTP 403" in said) == (1, True), said
+            metrics = urllib.request.Request(f"{url}/metrics", headers=authorization("n" * 20))
+            trusted = ssl.create_default_context(cafile=str(authority.file))
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(metrics, timeout=5, context=trusted)
+            observer.write_text("n" * 20)  # Read again without a restart.
+            with urllib.request.urlopen(metrics, timeout=5, context=trusted) as reply:
+                assert b"harvester_mode" in reply.read()
         finally:
             process.terminate()
-    assert offer.engine_url == "https://192.0.2.21:8443"
 
 
 async def test_a_gateway_leases_slots_of_one_name_from_two_agents(

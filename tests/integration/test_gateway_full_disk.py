@@ -60,7 +60,7 @@ async def test_a_version_that_cannot_be_recorded_is_refused_before_any_engine_mo
         assert (await gateway.post("/v1/jobs/job/versions", {"version": 1, "store": "b"}))[0] == 409
         _state_is_full(gateway, False)
         assert (await gateway.publish(2))[0] == 200
-        assert gateway.scheduler.state.jobs()["job"].version == 2
+        assert gateway.scheduler.state.jobs()["job"].published.version == 2
 
 
 async def test_an_activation_that_cannot_be_recorded_is_refused_before_any_engine_moves() -> None:
@@ -163,6 +163,6 @@ async def test_the_last_version_is_served_and_recorded() -> None:
     last = (1 << 63) - 1
     async with gateway_on(_engine()) as gateway:
         assert (await gateway.publish(last))[0] == 200
-        assert gateway.scheduler.state.jobs()["job"].version == last
+        assert gateway.scheduler.state.jobs()["job"].published.version == last
         _, choice = await gateway.generate("r", 1)
         assert choice["spans"][0]["version"] == last

@@ -1,6 +1,7 @@
 """Engines that are restarted one after another cost no turn, however slow their first token is."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,66 @@ async def test_a_rolling_restart_refuses_no_sample_of_a_group(gap_s) -> None:
             assert (status, reply.get("finish_reason")) == (200, "length"), reply
         status, reply = await gateway.generate("next step", 2, prompt=[1, 2, 0])
         assert status == 200, reply
+
+
+OURS, OTHER = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize("announced", [OURS, ""], ids=["announced", "as_the_first_engine_holds_it"])
+async def test_an_engine_that_finds_another_run_in_the_store_serves_no_turn(announced: str) -> None:
+    first, second = (FakeEngine(step_s=0.001, epoch=None) for _ in range(2))
+    first.stored_hash = second.stored_hash = OURS
+    async with gateway_on(first, second) as gateway:
+        assert (await gateway.publish(1, state_hash=announced))[0] == 200
+        await gateway.sites[1].close()
+        restarted = FakeEngine(step_s=0.001, epoch=None)
+        restarted.stored_hash = OTHER
+        await gateway.sites[1].serve(restarted.app())
+        fleet = gateway.scheduler.fleet
+        await gateway.until(lambda: OTHER in fleet.members["e1"].fault)
+        for number in range(16):
+            status, reply = await gateway.generate(f"t{number}", 2, weight_version={"exact": 1})
+            assert (status, reply["spans"][0]["engine"]) == (200, "e0")
+        restarted.stored_hash = OURS
+        await gateway.until(lambda: fleet.policy.serves("e1", "job", 1))
+        assert restarted.held_hash == OURS
+
+
+async def test_a_restarted_gateway_knows_which_run_its_job_is_at(tmp_path: Path) -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    state = tmp_path / "state.sqlite"
+    async with gateway_on(engine, state=state) as gateway:
+        await gateway.publish(1, state_hash=OURS)
+    engine.stored_hash = OTHER
+    async with gateway_on(engine, state=state) as gateway:
+        await gateway.until(lambda: OTHER in gateway.scheduler.fleet.members["e0"].fault)
+        assert (await gateway.publish(1, state_hash=OTHER))[0] == 409
+        assert (await gateway.generate("t", 2))[0] == 409
+        assert (await gateway.publish(2, state_hash=OTHER))[0] == 200
+        assert (await gateway.generate("t", 2))[0] == 200
+
+
+async def test_open_turns_of_a_run_that_began_anew_end_with_the_reason() -> None:
+    async with gateway_on(FakeEngine(step_s=0.01, epoch=None)) as gateway:
+        await gateway.publish(2, state_hash=OURS)
+        turn = asyncio.create_task(gateway.generate("t", 500))
+        await gateway.until_tokens(2)
+        assert (await gateway.publish(2, state_hash=OTHER))[0] == 409
+        status, reply = await turn
+        assert (status, reply["finish_reason"]) == (200, "abort")
+        assert "last publish was refused" in reply["fault"]
+        assert (await gateway.generate("u", 2))[0] == 409
+        assert (await gateway.publish(2))[0] == 200, "no run is named, and nothing resolved"
+        assert (await gateway.generate("u", 2))[0] == 409
+        assert (await gateway.publish(2, state_hash=OURS))[0] == 200
+        assert (await gateway.generate("u", 2))[0] == 200
+
+
+async def test_a_late_repeat_of_the_same_run_s_earlier_version_stops_no_turn() -> None:
+    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway:
+        await gateway.publish(1, state_hash=OURS)
+        await gateway.publish(2, state_hash="c" * 32)
+        assert (await gateway.publish(1, state_hash=OURS))[0] == 409
+        assert (await gateway.generate("t", 2))[0] == 200
+        assert (await gateway.publish(1, state_hash=OTHER))[0] == 409
+        assert (await gateway.generate("u", 2))[0] == 409

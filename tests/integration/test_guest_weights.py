@@ -12,6 +12,7 @@ from examples.grpo.model import PolicyModel
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
 from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.identity import HeldWeights
 from tests.integration.engine_slot import SHAPE, EngineSlot
 
 pytestmark = pytest.mark.engine
@@ -70,7 +71,7 @@ async def test_versions_pass_a_closed_gate_and_a_waiting_turn_samples_with_the_n
                     store="job", version=WeightVersion(number), timeout_s=60.0
                 )
                 assert staged.ready
-                await client.switch(store="job", version=WeightVersion(number), timeout_s=120.0)
+                await client.switch(HeldWeights("job", number), timeout_s=120.0)
                 version, report = await held(session, slot)
                 assert version == str(number)
                 assert report["store"] == "job"

@@ -11,7 +11,7 @@ from harvester.contracts.page import GrantMode
 from harvester.platform.tls import Credentials
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import EngineLost
-from scheduler.gateway.engines.identity import Change
+from scheduler.gateway.engines.identity import Change, HeldWeights
 from tests.certificates import Authority, token_file
 from tests.contract.scheduler.test_engine_contract import attempt
 from tests.integration.conftest import Served
@@ -56,7 +56,7 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
                     version = WeightVersion(number)
                     staged = await client.stage(store=STORE, version=version, timeout_s=60.0)
                     assert staged.ready
-                    await client.switch(store=STORE, version=version, timeout_s=120.0)
+                    await client.switch(HeldWeights(STORE, version), timeout_s=120.0)
                     _, report = await held(session, slot)
                     assert (report["store"], report["version"]) == (STORE, number)
                     made_tokens.append(await tokens(client, slot, f"p{number}"))
@@ -64,7 +64,7 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
             with closing(EngineClient(session, slot.guest_url, connect_s=10.0)) as direct:
                 assert await tokens(direct, slot, "d") == made_tokens[1]
             with pytest.raises(EngineLost, match="401"):
-                await stranger.switch(store=STORE, version=WeightVersion(1), timeout_s=10.0)
+                await stranger.switch(HeldWeights(STORE, 1), timeout_s=10.0)
             long = client.generate(
                 attempt(400, ignore_eos=True), request_id="l", epoch=Epoch(slot.agent.epoch)
             )

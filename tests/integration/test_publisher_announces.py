@@ -1,6 +1,7 @@
 """A publisher tells gateways of its versions by itself; no gateway fails or delays a publish."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import threading
@@ -49,7 +50,35 @@ async def test_every_version_is_in_force_at_both_gateways_without_a_call(tmp_pat
                 assert await in_thread(lambda: published(publisher)) == version
                 assert await in_thread(lambda: publisher.announced(ANSWER_S))
                 assert [engine.version for engine in engines] == [version, version]
-                assert engines[0].updated == {"store": "job.store", "version": version}
+                assert engines[0].updated is not None
+                assert engines[0].updated["version"] == version
+                assert engines[0].updated["state_hash"] == engines[0].held_hash
+
+
+async def test_a_run_that_begins_anew_gets_no_turn_before_its_numbers_are_new(
+    tmp_path: Path,
+) -> None:
+    """It counts from 1 again, from the same first weights, and heeds no refusal."""
+    engine, store = FakeEngine(step_s=0.001, epoch=None), tmp_path / "job.store"
+    async with gateway_on(engine, timeouts={"pin_s": 0}) as one:
+        for last in (2, 3):
+            shutil.rmtree(store, ignore_errors=True)
+            with Publisher(store, announce=f"{one.url}/v1/jobs/job") as publisher:
+                for number in range(1, last + 1):
+                    weights = torch.ones(8) if number == 1 else torch.rand(8)
+                    assert publisher.publish({"w": weights}).version == number
+                    is_taken = last == 2 or number == 3
+                    announced = await in_thread(lambda: publisher.announced(ANSWER_S))
+                    assert bool(announced) == is_taken
+                    for pin in ({}, {"minimum": number}, {"exact": number}):
+                        status, reply = await one.generate(
+                            f"{last} {number} {pin}", 2, weight_version=pin
+                        )
+                        assert status == (200 if is_taken else 409), reply
+                        if is_taken:
+                            assert {span["version"] for span in reply["spans"]} == {number}
+                        else:
+                            assert "last publish was refused" in reply["error"]["message"]
 
 
 class SlowGateway:
@@ -123,12 +152,13 @@ async def test_a_gateway_that_was_away_gets_the_version_when_it_is_back(tmp_path
     await site.close()
 
 
+@pytest.mark.parametrize("status", [400, 409])
 async def test_a_refused_announcement_is_logged_and_not_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     slow, site = SlowGateway(), Site()
     slow.open.set()
-    slow.status = 400
+    slow.status = status
     await site.serve(slow.app)
     publisher = Publisher(tmp_path / "job.store", announce=f"{site.url}/v1/jobs/job")
     await in_thread(lambda: published(publisher))

@@ -1,9 +1,10 @@
 """A real engine, restarted behind its port with random weights, and the fake checked against it.
 
-Two starts of one engine: the slowest test of the gateway, and the only one of its kind.
+Three starts of one engine: the slowest test of the gateway, and the only one of its kind.
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.engines import (
     CONTINUATION_FEATURE,
     ENGINE_HEADER,
@@ -117,7 +119,7 @@ async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_befor
     restarted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from examples.grpo.vocabulary import VOCABULARY_SIZE
-    from tests.integration.test_guest_weights import first_state
+    from tests.integration.test_guest_weights import first_state, next_state
     from weightsync.publisher import Publisher
 
     async def never(_client: EngineClient, **_: bool) -> bool:
@@ -136,9 +138,10 @@ async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_befor
     async with gateway_on(url, timeouts={"queue_s": 60}) as gateway:
         status, base = await gateway.generate("base", 24)
         assert (status, base["spans"][0]["version"]) == (200, 0)
-        with Publisher(tmp_path / "weights" / "job.store") as publisher:
-            publisher.publish(first_state())
-        assert (await gateway.publish(1))[0] == 200
+        store = tmp_path / "weights" / "job.store"
+        with Publisher(store) as publisher:
+            ours = publisher.publish(first_state()).state_hash
+        assert (await gateway.publish(1, state_hash=ours))[0] == 200
         _, before = await gateway.generate("before", 24)
         assert before["token_ids"] != base["token_ids"]
         identity = (await gateway.status())["engines"]["e0"]["identity"]
@@ -150,3 +153,22 @@ async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_befor
             assert {span["version"] for span in choice["spans"]} == {1}
             assert choice["token_ids"] == before["token_ids"]
         assert (await gateway.status())["engines"]["e0"]["identity"] != identity
+
+        # The trainer begins anew in the emptied store, and the engine restarts meanwhile.
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            states = [next_state(first_state())]
+            states.append(next_state(states[0]))
+            hashes = [publisher.publish(state).state_hash for state in states]
+        assert (await gateway.publish(1, state_hash=hashes[0]))[0] == 409
+        assert (await gateway.generate("refused", 4, weight_version={"exact": 1}))[0] == 409
+        monkeypatch.undo()
+        await asyncio.to_thread(restarted)
+        member = gateway.scheduler.fleet.members[EngineId("e0")]
+        expects = f"is state {hashes[0]}, the caller expects {ours}"
+        await gateway.until(lambda: expects in member.fault, timeout_s=60.0)
+        assert (await gateway.status())["engines"]["e0"]["version"] is None
+        assert (await gateway.publish(2, state_hash=hashes[1]))[0] == 200
+        status, choice = await gateway.generate("new", 24, weight_version={"exact": 2})
+        assert (status, choice["spans"][0]["version"]) == (200, 2)
+        assert choice["token_ids"] != before["token_ids"]

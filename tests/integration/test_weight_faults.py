@@ -14,8 +14,9 @@ from benchmarks.weightsync.faults.machine import MACHINE
 from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
 from benchmarks.weightsync.faults.states import LAYOUT, states
+from benchmarks.weightsync.faults.template import Division, Template
 from benchmarks.weightsync.faults.trials import struck
-from benchmarks.weightsync.faults.world import FaultWorld, Template
+from benchmarks.weightsync.faults.world import FaultWorld
 from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.encoding.codec import Encoding, encode
 from weightsync.encoding.grouped import GROUPS
@@ -63,6 +64,42 @@ def test_a_holder_that_claims_other_bits_is_found_out(world: FaultWorld) -> None
 
     struck(world, Fault("a lie", strike))
     assert world.wrong == ["claims version 5 and holds other bits"]
+
+
+def test_a_rank_that_holds_other_bits_than_its_part_is_found_out(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
+        holder = world.hold_part()
+        next(bits for bits in holder.bits.values() if bits.size)[0] ^= 1
+        world.look()
+        return nothing
+
+    struck(world, Fault("a lie", strike))
+    assert world.wrong == ["claims version 5 and holds other bits"]
+
+
+@pytest.mark.parametrize("division", [*Division])
+def test_one_damaged_file_of_several_is_found_out(
+    template: Template, tmp_path: Path, division: Division
+) -> None:
+    """A rank takes no damaged file of its part, and gets there once the store is whole."""
+    world = FaultWorld(
+        root=tmp_path / "world",
+        template=template,
+        rng=Random(2),
+        zygote=Zygote(),
+        division=division,
+        is_object_store=True,
+    )
+    for number in range(3):
+        world.hold_part(fresh=number == 2)
+        for shard in world.store.glob("*/*.safetensors"):
+            shard.write_bytes(shard.read_bytes()[:-1])
+        assert world.attempt() is not None
+        world.restore()
+        assert world.recovered()
+        world.holder.close()
+    assert world.wrong == []
+    world.end()
 
 
 def test_a_holder_that_claims_another_version_is_found_out(world: FaultWorld) -> None:

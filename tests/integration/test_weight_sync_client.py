@@ -41,7 +41,8 @@ async def test_a_trainer_with_vllms_own_classes_publishes_to_every_engine(
     assert "not through a process group" in seen["refusal"]
     for engine in engines:
         looked = await engine.get("/_fake")
-        assert looked["updated"] == {"store": "job.store", "version": 2}
+        newest = {"store": "job.store", "version": 2, "state_hash": seen["hashes"][-1]}
+        assert looked["updated"] == newest
     status = await service.get("/v1/status")
     assert {engine["version"] for engine in status["engines"].values()} == {2}
 

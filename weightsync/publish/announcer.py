@@ -19,7 +19,7 @@ from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import AnnounceState, PublishedVersion, VersionSwitched
 from harvester.platform.backoff import Backoff, RetryLimits
-from harvester.platform.http_kit import HttpRefusal, posted
+from harvester.platform.http_kit import PASSING, HttpRefusal, posted
 from harvester.platform.loop_thread import LoopThread
 from harvester.platform.tls import Credentials
 
@@ -102,6 +102,8 @@ class Announcer:
                     Backoff(_ONCE, self._clock),
                     headers=self._headers,
                     timeout_s=_SWITCH_S,
+                    # A number below the job's, or of another run, is refused for good.
+                    passing=PASSING - {409},
                 )
             except HttpRefusal as error:
                 self.faults[url] = str(error)

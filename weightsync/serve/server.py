@@ -1,13 +1,4 @@
-"""The HTTP server of stores: versions, their files by ranges, and LATEST as soon as it changes.
-
-    GET /stores                            GET /stores/{store}/LATEST
-    GET /stores/{store}                    GET /stores/{store}/{directory}/{file}
-    GET /healthz                           GET /metrics
-
-400 invalid name, 401 no token, 403 not this token's, 404 not found, or not this tenant's store, 409
-content differs from the published, 416 invalid range, 503 with Retry-After: too many transfers, or
-its source does not answer.
-"""
+"""The HTTP server of stores: files by ranges, LATEST as it changes. `openapi` has its routes."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,6 +14,7 @@ from harvester.contracts.ids import checked_name
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
+from harvester.platform.openapi_document import PATH, openapi_route
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from harvester.platform.tls import ServerTls
 from weightsync.layout.names import (
@@ -33,6 +25,7 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.openapi import DOCUMENT
 from weightsync.serve.shelf import Shelf, ShelfFile
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
@@ -116,7 +109,7 @@ class WeightServer:
             client_max_size=1024,
             middlewares=[
                 errors_as_replies(_STATUSES, try_later=(503,)),
-                tenant_required(self._tenants, observed=("/stores",), reserved=("/metrics",)),
+                tenant_required(self._tenants, observed=("/stores", PATH), reserved=("/metrics",)),
             ],
         )
         app.add_routes(
@@ -127,6 +120,7 @@ class WeightServer:
                 web.get("/stores/{store}/{directory}/{file}", self._file),
                 web.get("/healthz", self._healthz),
                 web.get("/metrics", self._exposition),
+                openapi_route(DOCUMENT),
             ]
         )
         return app

@@ -57,7 +57,7 @@ class RequestedVersion:
         if self.state_hash not in (None, published):
             raise Corrupt(
                 f"{self.store} version {self.version} is state {published}, the caller expects "
-                f"{self.state_hash}: the version is from another store"
+                f"{self.state_hash}: the version is from another store, or of another run"
             )
 
 
@@ -236,7 +236,7 @@ class EngineWeights:
         held: Layout | None,
     ) -> Staged:
         """Raises ConfigError for another model's version, with nothing touched."""
-        staged = receiver.prepare(current, wanted.version, held=held)
+        staged = receiver.prepare(current, wanted.version, held=held, check=wanted.check)
         if target is not None and target.layout() != staged.layout:
             other = difference(target.layout(), staged.layout)
             raise ConfigError(

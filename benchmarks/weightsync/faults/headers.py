@@ -11,7 +11,8 @@ import zstandard
 from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.manifests import DEEP
 from benchmarks.weightsync.faults.payloads import forge
-from benchmarks.weightsync.faults.world import NEWEST, FaultWorld
+from benchmarks.weightsync.faults.template import NEWEST
+from benchmarks.weightsync.faults.world import FaultWorld
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, Kind
 from weightsync.layout.shard import shard_data, shard_header
@@ -95,10 +96,13 @@ def _duplicate_header_keys(world: FaultWorld) -> None:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     names = sorted(name for name in header if name != "__metadata__")
+    if len(names) < 2:
+        return _duplicate_header_keys(world)
     one, two = world.rng.sample(names, 2)
     text = raw[8 : 8 + length].decode().rstrip()
     doubled = f"{text[:-1]},{json.dumps(one)}:{json.dumps(header[two])}}}"
     _write_header(shard, doubled.encode(), raw[8 + length :])
+    return None
 
 
 def _packed_header(world: FaultWorld) -> None:

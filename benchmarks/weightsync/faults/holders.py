@@ -1,4 +1,4 @@
-"""Holders of weights in a world: a checkpoint directory and tensors in memory, both the product's.
+"""Holders of weights in a world: a checkpoint directory, and tensors in memory or a rank's part.
 
 Their claims are read here; world.py judges them by other means.
 """
@@ -11,19 +11,21 @@ from typing import Protocol
 
 from safetensors.torch import load
 
-from benchmarks.weightsync.faults.states import hashes, states, tensors
+from benchmarks.weightsync.faults.states import LAYOUT, State, hashes, states
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.elements.bits import bits_of
+from weightsync.elements.bits import TensorSpec, bits_of, tensor_from_bits
 from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Held, read_record
+from weightsync.receive.held_parts import Names, TensorParallel
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.transport.source import StoreSource
 
-Source = Callable[[], Path | StoreSource]
+Source = Callable[[], Path | str | StoreSource]
 """Location from which a holder reads the store."""
+Share = TensorParallel | Names
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Claim:
 
 
 class Holder(Protocol):
+    @property
+    def place(self) -> str:
+        """Words for where the weights are."""
+        ...
+
     def attempt(self) -> None:
         """Tries to reach the newest version; raises what the product raises."""
         ...
@@ -45,11 +52,17 @@ class Holder(Protocol):
         """Bytes per tensor."""
         ...
 
+    def part(self, state: State) -> State:
+        """What this holder has of a state."""
+        ...
+
     def close(self) -> None: ...
 
 
 class DirectoryHolder:
     """A checkpoint directory with its follower, opened when it is needed."""
+
+    place = "a directory"
 
     def __init__(self, source: Source, directory: Path, clock: Clock) -> None:
         self.directory = directory
@@ -76,6 +89,9 @@ class DirectoryHolder:
     def contents(self) -> dict[str, bytes]:
         return directory_contents(self.directory)
 
+    def part(self, state: State) -> State:
+        return state
+
     def close(self) -> None:
         if self._follower is not None:
             self._follower.close()
@@ -85,25 +101,51 @@ class DirectoryHolder:
 
 
 class MemoryHolder:
-    """Tensors in memory, kept as the vLLM backend keeps an engine's."""
+    """Tensors in memory, kept as the vLLM backend keeps an engine's or a rank's."""
 
-    def __init__(self, source: Source, seed: int, clock: Clock, *, version: int | None) -> None:
-        start = states(seed)[0 if version is None else version - 1]
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        clock: Clock,
+        *,
+        version: int | None,
+        share: Share | None = None,
+    ) -> None:
+        self._share = share
+        self.place = f"memory: {type(share).__name__}" if share else "memory"
+        start = self.part(states(seed)[0 if version is None else version - 1])
         self.bits = {name: bits.copy() for name, bits in start.items()}
         self.version = None if version is None else WeightVersion(version)
         self.state_hash = "" if version is None else hashes(seed)[version - 1]
-        self._target = TensorTarget(tensors(self.bits))
-        self._receiver = Receiver(source(), clock=clock)
+        held = {
+            name: tensor_from_bits(bits, _held_spec(name, share))
+            for name, bits in self.bits.items()
+        }
+        self._target = TensorTarget(held)
+        self._receiver = Receiver(source(), clock=clock, selection=share)
 
     def attempt(self) -> None:
         newest = self._receiver.latest()
-        if newest is None or newest == self.version:
-            return
-        held = self._target.layout()
-        staged = self._receiver.prepare(self.version, newest, held=held)
+        if newest is not None and newest != self.version:
+            self.take(newest)
+
+    def take(self, version: WeightVersion) -> None:
+        held = None if self._share else self._target.layout()
+        staged = self._receiver.prepare(self.version, version, held=held)
         self.version = None
         applied = self._receiver.settle(staged, self._target)
         self.version, self.state_hash = applied.version, applied.state_hash
+
+    def part(self, state: State) -> State:
+        share = self._share
+        if share is None:
+            return state
+        return {
+            name: bits.reshape(LAYOUT[name].shape)[box.index].ravel()
+            for name, bits in state.items()
+            for box in share.boxes(name, LAYOUT[name])
+        }
 
     def claims(self) -> Iterator[Claim]:
         if self.version is not None:
@@ -114,6 +156,14 @@ class MemoryHolder:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+def _held_spec(name: str, share: Share | None) -> TensorSpec:
+    spec = LAYOUT[name]
+    if share is None:
+        return spec
+    (box,) = share.boxes(name, spec)
+    return TensorSpec(spec.dtype, box.lengths)
 
 
 def directory_contents(directory: Path) -> dict[str, bytes]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.tasks import Death, Task
-from benchmarks.weightsync.faults.world import NEWEST, FaultWorld
+from benchmarks.weightsync.faults.template import NEWEST
+from benchmarks.weightsync.faults.world import FaultWorld
 from weightsync.encoding.codec import Encoding
 
 _PUBLISHED_AT_ONCE = 3
@@ -31,6 +32,7 @@ def _publishing(
                 seed=world.template.seed,
                 state_indices=world.expect_published(_PUBLISHED_AT_ONCE),
                 encoding=world.encoding,
+                shard_bytes=world.shard_bytes,
                 anchor_every=2,
                 keep_versions=keep_versions,
                 death=death,
@@ -39,7 +41,7 @@ def _publishing(
         def mend() -> None:
             world.republish(copy_dir=Path(f"{world.store}-copy") if outlived else None)
 
-        key = f"publish {keep_versions} {outlived} {world.encoding}"
+        key = f"publish {keep_versions} {outlived} {world.encoding} {world.division}"
         whole = world.zygote.whole(key, lambda: task(Death(), world.root / "measured"))
         world.zygote.kill(task, how=how, whole=whole, rng=world.rng)
         return mend
@@ -56,7 +58,7 @@ def _copying(how: str) -> Callable[[FaultWorld], Mend]:
         def task(death: Death) -> Task:
             return Task(
                 role="copy",
-                store=str(world.template.root / world.encoding),
+                store=str(world.original),
                 target=str(world.store),
                 seed=world.rng.randrange(1 << 30),
                 death=death,
@@ -67,10 +69,10 @@ def _copying(how: str) -> Callable[[FaultWorld], Mend]:
             world.newest = NEWEST
 
         whole = world.zygote.whole(
-            f"copy {world.encoding}",
+            f"copy {world.encoding} {world.division}",
             lambda: Task(
                 role="copy",
-                store=str(world.template.root / world.encoding),
+                store=str(world.original),
                 target=str(world.root / "measured"),
             ),
         )
@@ -92,7 +94,7 @@ def _pull(world: FaultWorld, phase: str, how: str, *, fresh: bool) -> None:
         if before.exists():
             shutil.copytree(before, directory)
         return Task(
-            role="pull", store=str(world.store), target=str(target), phase=phase, death=death
+            role="pull", store=str(world.source()), target=str(target), phase=phase, death=death
         )
 
     def measured() -> Task:
@@ -101,7 +103,7 @@ def _pull(world: FaultWorld, phase: str, how: str, *, fresh: bool) -> None:
             world.copy_held(target)
         return task(Death(), target)
 
-    key = f"pull {phase} {fresh} {world.encoding} {world.newest}"
+    key = f"pull {phase} {fresh} {world.source_kind} {world.newest}"
     world.zygote.kill(task, how=how, whole=world.zygote.whole(key, measured), rng=world.rng)
 
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.holders import Claim, directory_contents
 from benchmarks.weightsync.faults.states import states
-from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, FaultWorld
+from benchmarks.weightsync.faults.template import ANCHOR_EVERY, HELD_VERSION
+from benchmarks.weightsync.faults.world import FaultWorld
 from harvester.contracts.errors import Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.follower import Follower

@@ -8,10 +8,13 @@ from typing import Any
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
 from benchmarks.weightsync.faults.payloads import BENDS
-from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, FaultWorld
+from benchmarks.weightsync.faults.template import HELD_VERSION, NEWEST
+from benchmarks.weightsync.faults.world import FaultWorld
 from weightsync.layout.names import Kind
 
 DEEP = 200_000
+_A_FILE = "a file"
+"""Stands for one of the version's files in the path of a field."""
 _HOSTILE_NAMES = (
     "../../../etc/passwd",
     "/etc/passwd",
@@ -66,7 +69,7 @@ def _index_field(*values: tuple[tuple[str, ...], Any]) -> Callable[[FaultWorld],
         fields = json.loads(index.read_bytes())
         at = fields
         for name in path[:-1]:
-            at = at[name]
+            at = at[world.rng.choice([*at]) if name is _A_FILE else name]
         at[path[-1]] = value(world) if callable(value) else value
         index.write_text(json.dumps(fields))
 
@@ -92,7 +95,7 @@ def _shard_names(world: FaultWorld) -> None:
     index = world.index(world.newest)
     fields = json.loads(index.read_bytes())
     fields["weight_map"] = dict.fromkeys(fields["weight_map"], name)
-    fields["rosemux"]["files"] = {name: fields["rosemux"]["files"][SHARD_FILE]}
+    fields["rosemux"]["files"] = {name: next(iter(fields["rosemux"]["files"].values()))}
     index.write_text(json.dumps(fields))
 
 
@@ -202,9 +205,9 @@ MANIFESTS: tuple[Fault, ...] = (
     damaging(
         "our block with absurd fields",
         _index_field(
-            *((("rosemux", "files", SHARD_FILE, "bytes"), value) for value in _HUGE),
+            *((("rosemux", "files", _A_FILE, "bytes"), value) for value in _HUGE),
             *((("rosemux", "bytes_dense"), value) for value in _HUGE),
-            (("rosemux", "files", SHARD_FILE, "xxh3_128"), "0" * 32),
+            (("rosemux", "files", _A_FILE, "xxh3_128"), "0" * 32),
             (("rosemux", "files"), {}),
             (("rosemux", "state_hash"), "0" * 32),
             (("rosemux", "state_hash"), "x" * 1_000_000),

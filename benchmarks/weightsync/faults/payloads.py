@@ -10,13 +10,8 @@ import numpy as np
 import xxhash
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
-from benchmarks.weightsync.faults.world import (
-    HELD_VERSION,
-    NEWEST,
-    SHARD_FILE,
-    SKIPPING,
-    FaultWorld,
-)
+from benchmarks.weightsync.faults.template import HELD_VERSION, NEWEST, SKIPPING
+from benchmarks.weightsync.faults.world import FaultWorld, shards
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, READY_FILE, Kind
 
@@ -71,13 +66,14 @@ BENDS: dict[str, Bend] = {
 
 
 def forge(index: Path) -> None:
-    """Writes the shard's present size and digest into its index."""
-    raw = (index.parent / SHARD_FILE).read_bytes()
+    """Writes the present sizes and digests of the files into their index."""
     fields = json.loads(index.read_bytes())
-    fields["rosemux"]["files"][SHARD_FILE] = {
-        "bytes": len(raw),
-        "xxh3_128": xxhash.xxh3_128_hexdigest(raw),
-    }
+    for shard in shards(index.parent):
+        raw = shard.read_bytes()
+        fields["rosemux"]["files"][shard.name] = {
+            "bytes": len(raw),
+            "xxh3_128": xxhash.xxh3_128_hexdigest(raw),
+        }
     index.write_text(json.dumps(fields))
 
 
@@ -98,7 +94,7 @@ def victims(world: FaultWorld) -> list[Path]:
 def _bent(bend: Bend, *, forged: bool) -> Callable[[FaultWorld], None]:
     def damage(world: FaultWorld) -> None:
         directory = world.rng.choice(victims(world))
-        shard = directory / SHARD_FILE
+        shard = world.rng.choice(shards(directory))
         shard.write_bytes(bend(shard.read_bytes(), world.rng))
         if forged:
             forge(directory / INDEX_FILE)
@@ -115,7 +111,7 @@ def _bent_foreign(world: FaultWorld) -> None:
 
 def _missing(world: FaultWorld) -> None:
     directory = world.rng.choice(victims(world))
-    what = world.rng.choice([SHARD_FILE, INDEX_FILE, "all"])
+    what = world.rng.choice([world.rng.choice(shards(directory)).name, INDEX_FILE, "all"])
     if what == "all":
         for path in directory.iterdir():
             path.unlink()
@@ -134,9 +130,12 @@ def _other_shard(world: FaultWorld) -> None:
 
 def _other_run(world: FaultWorld) -> None:
     """The delta of another run: whole, the right number, another base."""
-    for name in (SHARD_FILE, INDEX_FILE):
-        source = world.template.other / world.version_dir(world.newest).name / name
-        (world.version_dir(world.newest) / name).write_bytes(source.read_bytes())
+    _replace_version(world, world.version_dir(world.newest))
+
+
+def _replace_version(world: FaultWorld, directory: Path) -> None:
+    shutil.rmtree(directory)
+    shutil.copytree(world.template.other(world.division) / directory.name, directory)
 
 
 def _other_base(world: FaultWorld) -> None:
@@ -182,16 +181,14 @@ def _skip_delta(world: FaultWorld) -> Mend:
     """The skip delta on a joiner's way is bent, forged, of another run or another one's."""
     world.rng.choice([world.hold_directory, world.hold_memory])(fresh=True)
     directory = world.store / SKIPPING.directory
-    shard, index = directory / SHARD_FILE, directory / INDEX_FILE
+    shard, index = world.rng.choice(shards(directory)), directory / INDEX_FILE
     choice = world.rng.randrange(4)
     if choice == 0:
         shard.write_bytes(world.rng.choice(list(BENDS.values()))(shard.read_bytes(), world.rng))
         if world.rng.random() < 0.5:
             forge(index)
     elif choice == 1:
-        for file in (shard, index):
-            other = world.template.other / directory.name / file.name
-            file.write_bytes(other.read_bytes())
+        _replace_version(world, directory)
     elif choice == 2:
         shutil.rmtree(directory)
         shutil.copytree(world.store / "skip_v000001_v000003", directory)

@@ -69,6 +69,13 @@ def hashes(seed: int) -> tuple[str, ...]:
     )
 
 
+def dim_of(name: str) -> int | None:
+    """The dimension that tensor-parallel ranks cut a tensor along."""
+    if len(LAYOUT[name].shape) < 2 or not LAYOUT[name].elements:
+        return None
+    return 0 if name.startswith("embed") or ".mlp." in name else 1
+
+
 def tensors(state: State) -> dict[str, torch.Tensor]:
     """The state as a trainer hands it to a publisher; the memory is shared."""
     return {name: tensor_from_bits(bits, LAYOUT[name]) for name, bits in state.items()}

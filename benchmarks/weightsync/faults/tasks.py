@@ -33,6 +33,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     state_indices: tuple[int, ...] = ()
     encoding: Encoding = Encoding.ROSEMUX
     anchor_every: int = 25
+    shard_bytes: int = 32 << 20
     keep_versions: int = 50
     copy_dir: str = ""
     """Directory of a publisher's copy that outlives it."""

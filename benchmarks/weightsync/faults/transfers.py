@@ -52,7 +52,7 @@ def _url(port: int) -> str:
 
 
 def _read_from(world: FaultWorld, port: int) -> None:
-    world.source = lambda: HttpSource(_url(port), _HASTY)
+    world.read_by(lambda: HttpSource(_url(port), _HASTY))
     world.hold_any()
 
 
@@ -97,7 +97,7 @@ def _dying_receiver(world: FaultWorld) -> Mend:
     port = _free_port()
     world.keep_serving(0, _server(world, port))
     fresh = world.rng.random() < 0.5
-    world.source = lambda: HttpSource(_url(port), _HASTY)
+    world.read_by(lambda: HttpSource(_url(port), _HASTY))
     world.hold_directory(fresh=fresh)
 
     def task(death: Death, target: Path = world.root / "held") -> Task:
@@ -109,7 +109,9 @@ def _dying_receiver(world: FaultWorld) -> Mend:
             world.copy_held(target)
         return task(Death(), target)
 
-    whole = world.zygote.whole(f"pull over HTTP {fresh} {world.encoding}", measured)
+    whole = world.zygote.whole(
+        f"pull over HTTP {fresh} {world.encoding} {world.division}", measured
+    )
     world.zygote.kill(task, how="instant", whole=whole, rng=world.rng)
     return nothing
 

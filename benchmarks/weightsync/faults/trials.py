@@ -16,8 +16,9 @@ from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
 from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
+from benchmarks.weightsync.faults.template import NEWEST, Division, Template
 from benchmarks.weightsync.faults.transfers import TRANSFERS
-from benchmarks.weightsync.faults.world import NEWEST, FaultWorld, Template
+from benchmarks.weightsync.faults.world import FaultWorld
 from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.encoding.codec import Encoding
 
@@ -61,6 +62,8 @@ class Trials:
     seed: int
     total: Tally = field(default_factory=Tally)
     classes: dict[str, Tally] = field(default_factory=dict)
+    worlds: dict[str, Tally] = field(default_factory=dict)
+    """By what was struck: files of the store, way of reading, holder."""
     failures: list[str] = field(default_factory=list)
 
     def run(
@@ -76,12 +79,16 @@ class Trials:
             servers=zygotes[1:],
             encoding=fault.encoding or rng.choice(_ENCODINGS),
             newest=fault.newest or rng.choice([NEWEST - 1, NEWEST]),
+            division=rng.choice([*Division]),
+            is_object_store=rng.random() < 0.3,
         )
         try:
             outcome = struck(world, fault)
         finally:
             world.end()
-        for tally in (self.total, self.classes.setdefault(fault.name, Tally())):
+        of_class = self.classes.setdefault(fault.name, Tally())
+        of_world = [self.worlds.setdefault(word, Tally()) for word in world.words()]
+        for tally in (self.total, of_class, *of_world):
             tally.tried += 1
             tally.recovered += outcome.recovered
             tally.wrong_state += bool(world.wrong)
@@ -155,6 +162,7 @@ def measure(
         **asdict(trials.total),
         "seed": seed,
         "classes": {name: asdict(tally) for name, tally in sorted(trials.classes.items())},
+        "worlds": {name: asdict(tally) for name, tally in sorted(trials.worlds.items())},
         "failures": trials.failures,
     }
 

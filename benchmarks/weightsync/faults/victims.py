@@ -138,6 +138,7 @@ def publish(task: Task, meter: Meter) -> None:
         task.store,
         encoding=task.encoding,
         anchor_every=task.anchor_every,
+        shard_bytes=task.shard_bytes,
         keep_versions=task.keep_versions,
         copy_dir=task.copy_dir or None,
         write=meter.write,

@@ -1,4 +1,4 @@
-"""One fault's world: a store, two holders of its weights, and the truth about every version.
+"""One fault's world: a store, a holder of its weights, and the truth about every version.
 
 The holders are the product's own; their claims are checked here by other means: the bytes of the
 files or of the memory against the state that was published under that version.
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from socket import create_connection
-from unittest.mock import patch
 
 from safetensors import SafetensorError
 
@@ -22,66 +21,31 @@ from benchmarks.weightsync.faults.holders import (
     DirectoryHolder,
     Holder,
     MemoryHolder,
+    Share,
     Source,
 )
-from benchmarks.weightsync.faults.states import COUNT, hashes, states, tensors
+from benchmarks.weightsync.faults.states import COUNT, dim_of, hashes, states, tensors
 from benchmarks.weightsync.faults.tasks import ChildEnd, Task
+from benchmarks.weightsync.faults.template import (
+    ANCHOR_EVERY,
+    HELD_VERSION,
+    NEWEST,
+    SHARD_BYTES,
+    Division,
+    Template,
+)
 from benchmarks.weightsync.faults.zygote import Zygote
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
-from weightsync.publish import skip_deltas
 from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver
+from weightsync.receive.held_parts import Names, TensorParallel
 
-SHARD_FILE = "model-00001-of-00001.safetensors"
-HELD_VERSION = 5
-NEWEST = 7
-ANCHOR_EVERY = 3
-"""Anchors beside versions 4 and 7."""
-SKIP_SPANS = (2,)
-"""Skip deltas from 1 to 3 and from 4 to 6, as a store of that size has none by default."""
-SKIPPING = VersionRef(Kind.SKIP, WeightVersion(6), WeightVersion(4))
 _LISTENS_WITHIN_S = 1.0
 _ATTEMPTS = 3
 """A `--watch` tries for ever; three must do."""
-
-
-@dataclass
-class Template:
-    """Stores and a directory that each world starts from as copies."""
-
-    root: Path
-    seed: int
-
-    def __post_init__(self) -> None:
-        for encoding in (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE):
-            self._publish(self.root / encoding, self.seed, encoding)
-        self._publish(self.other, self.seed + 1_000_003, Encoding.ROSEMUX)
-        receiver = Receiver(self.root / Encoding.ROSEMUX)
-        with Follower(receiver, self.held) as follows:
-            follows.pull(WeightVersion(HELD_VERSION))
-        receiver.close()
-
-    @property
-    def held(self) -> Path:
-        return self.root / "held"
-
-    @property
-    def other(self) -> Path:
-        """Another run's store with the same numbers."""
-        return self.root / "other"
-
-    def _publish(self, store: Path, seed: int, encoding: Encoding) -> None:
-        with (
-            patch.object(skip_deltas, "_SPANS", SKIP_SPANS),
-            Publisher(store, anchor_every=ANCHOR_EVERY, encoding=encoding) as publisher,
-        ):
-            for state in states(seed)[:NEWEST]:
-                publisher.publish(tensors(state))
 
 
 @dataclass
@@ -95,6 +59,9 @@ class FaultWorld:
     servers: tuple[Zygote, ...] = ()
     """Fork servers for what serves: a child of each lives while others work."""
     encoding: Encoding = Encoding.ROSEMUX
+    division: Division = Division.ONE_FILE
+    is_object_store: bool = False
+    """Whether the holder reads the store as objects, by fsspec."""
     clock: Clock = field(default_factory=MonotonicClock)
     newest: int = NEWEST
     wrong: list[str] = field(default_factory=list)
@@ -105,12 +72,15 @@ class FaultWorld:
 
     def __post_init__(self) -> None:
         self.store = self.root / "store"
-        self.source: Source = lambda: self.store
+        location = f"file://{self.store}" if self.is_object_store else self.store
+        self.source: Source = lambda: location
+        self.is_served = False
+        """Whether the holder reads by HTTP, from a server that may not listen yet."""
         self._stops: dict[int, Path] = {}
         self.truth = {version: version - 1 for version in range(1, NEWEST + 1)}
         """Index of the state that was published, or would have been, under a version."""
         self._next_state = NEWEST
-        shutil.copytree(self.template.root / self.encoding, self.store)
+        shutil.copytree(self.original, self.store)
         if self.newest < NEWEST:
             for version in range(self.newest + 1, NEWEST + 1):
                 self.remove(version)
@@ -119,6 +89,30 @@ class FaultWorld:
         shutil.copytree(self.store, self.pristine)
 
     # The state that a fault finds.
+
+    def read_by(self, source: Source) -> None:
+        """Holders read from a server or relay."""
+        self.source, self.is_served = source, True
+
+    @property
+    def source_kind(self) -> str:
+        return f"{self.encoding} {self.division} {self.is_object_store}"
+
+    def words(self) -> tuple[str, ...]:
+        """Words for this world in counts."""
+        objects = "read as objects" if self.is_object_store else "read as files"
+        source = "read by HTTP" if self.is_served else objects
+        return str(self.division), source, f"held in {self.holder.place}"
+
+    @property
+    def original(self) -> Path:
+        """The store that this one is a copy of, with every version."""
+        return self.template.store(self.encoding, self.division)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes after which the store's publishers begin another file."""
+        return SHARD_BYTES[self.division]
 
     def hold_directory(self, *, fresh: bool = False) -> DirectoryHolder:
         directory = self.root / "held"
@@ -134,17 +128,37 @@ class FaultWorld:
         self.holder = holder
         return holder
 
+    def hold_part(self, *, fresh: bool = False) -> MemoryHolder:
+        """A rank of a parallel engine. Only what itself has written tells it what it holds."""
+        holder = MemoryHolder(
+            self.source, self.template.seed, self.clock, version=None, share=self._some_share()
+        )
+        if not (fresh or self.is_served):
+            holder.take(WeightVersion(HELD_VERSION))
+        self.holder = holder
+        return holder
+
+    def _some_share(self) -> Share:
+        half = self.rng.choice("01234"), self.rng.choice("56789")
+        ranks = self.rng.choice([2, 4])
+        if self.rng.random() < 0.3:
+            prefixes = tuple(f"layers.{layer}." for layer in half)
+            return Names(lambda name: name.startswith(prefixes))
+        return TensorParallel(rank=self.rng.randrange(ranks), ranks=ranks, dim_of=dim_of)
+
     def hold_any(self) -> Holder:
         fresh = self.rng.random() < 0.3
-        if self.rng.random() < 0.5:
+        choice = self.rng.randrange(3)
+        if choice == 0:
             return self.hold_directory(fresh=fresh)
-        return self.hold_memory(fresh=fresh)
+        return self.hold_memory(fresh=fresh) if choice == 1 else self.hold_part(fresh=fresh)
 
     def version_dir(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
         return self.store / VersionRef(kind, WeightVersion(version)).directory
 
     def shard(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
-        return self.version_dir(version, kind) / SHARD_FILE
+        """One of the version's files of tensors."""
+        return self.rng.choice(shards(self.version_dir(version, kind)))
 
     def index(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
         return self.version_dir(version, kind) / INDEX_FILE
@@ -188,7 +202,12 @@ class FaultWorld:
 
     def republish(self, *, copy_dir: Path | None = None) -> None:
         """A publisher is started on the store as it is and publishes the next state."""
-        with Publisher(self.store, anchor_every=ANCHOR_EVERY, copy_dir=copy_dir) as publisher:
+        with Publisher(
+            self.store,
+            anchor_every=ANCHOR_EVERY,
+            copy_dir=copy_dir,
+            shard_bytes=self.shard_bytes,
+        ) as publisher:
             self.publish_with(publisher)
 
     def republish_and_prune(self) -> None:
@@ -321,10 +340,15 @@ class FaultWorld:
         )
 
     def _is_state(self, index: int, found: Mapping[str, bytes]) -> bool:
-        state = states(self.template.seed)[index]
+        state = self.holder.part(states(self.template.seed)[index])
         return found.keys() == state.keys() and all(
             found[name] == bits.tobytes() for name, bits in state.items()
         )
+
+
+def shards(directory: Path) -> list[Path]:
+    """The files of tensors of a version, which may be broken, links or directories."""
+    return sorted(directory.glob("*.safetensors"))
 
 
 def _are_same(one: Path, other: Path) -> bool:

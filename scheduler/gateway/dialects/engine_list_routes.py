@@ -23,6 +23,7 @@ from harvester.contracts.wire.rollouts import VersionSwitched
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 from scheduler.gateway.dialects.text_routes import JobOf
 from scheduler.gateway.dialects.weight_sync import ControlReply
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.model import BASE_VERSION
 
@@ -125,7 +126,7 @@ class EngineListRoutes:
         version, versions = WeightVersion(pulled.target_version), self._scheduler.versions
         if version != BASE_VERSION:
             store = checked_name(PurePosixPath(pulled.source_dir).name, what="source_dir")
-            await versions.publish(job, store=store, version=version, cut_exact=False)
+            await versions.publish(VersionPublished(job=job, store=store, version=version))
         elif (current := versions.newest(job)) != BASE_VERSION:
             raise Stale(
                 f"job {job} is at version {current} of an earlier run, and versions only rise; "

@@ -31,6 +31,7 @@ from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import PublishedNumber
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 from scheduler.gateway.job_pauses import PauseMode
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
@@ -90,7 +91,6 @@ class WeightUpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str
     version: PublishedNumber
     state_hash: str | None = None
-    """Accepted and ignored: each engine checks its load against the store's own record."""
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
@@ -183,7 +183,9 @@ class WeightSyncRoutes:
     async def _update(self, job: JobId, request: web.Request) -> ControlReply:
         info = (await _decoded(request, WeightUpdate)).update_info
         store, version = checked_name(info.store, what="store"), info.version
-        await self._scheduler.versions.publish(job, store=store, version=version, cut_exact=False)
+        known = info.state_hash or ""
+        published = VersionPublished(job=job, store=store, version=version, state_hash=known)
+        await self._scheduler.versions.publish(published)
         self._updated[job] = version
         if not self._scheduler.versions.is_active(job):
             return ControlReply(

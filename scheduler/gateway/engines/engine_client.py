@@ -6,7 +6,7 @@ Measures nothing and decides nothing: each failure is an exception that names th
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -61,8 +61,6 @@ _UNKNOWN_VERSION = (
 )
 _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
-_HELD_S = 5.0
-"""Longest wait for the workers' word on their weights, in s: they answer between steps."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _INCONCLUSIVE_STATUSES = frozenset({401, 403, 408, 429, 504})
@@ -112,6 +110,8 @@ class EngineClient:
         self._identity_client = IdentityClient(self.peer, timeout_s=connect_s)
         self.health_fault = ""
         """Why the last health check failed; "" if it did not."""
+        self.state_hash = ""
+        """Hash of the weights that all workers reported after the last update."""
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -252,19 +252,6 @@ class EngineClient:
             raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
         return report.description
 
-    async def holds_another(self, store: str, version: WeightVersion, state_hash: str) -> bool:
-        """Whether a worker holds this version with other weights, as far as it says."""
-        held: tuple[HeldWeights, ...] = ()
-        with suppress(*_BROKEN):
-            async with asyncio.timeout(_HELD_S):
-                held = await self._identity_client.held()
-        return any(
-            (each.store, each.version) == (store, version)
-            and each.state_hash not in ("", state_hash)
-            for worker in held
-            for each in (worker, *worker.adapters.values())
-        )
-
     async def changed(self, *, frugal: bool = False) -> Change:
         """Whether the engine differs from the engine to which the version was applied.
 
@@ -298,42 +285,42 @@ class EngineClient:
             return StageReply(ready=False)
 
     async def switch(
-        self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None
+        self, wanted: HeldWeights, *, timeout_s: float, adapter: str | None = None
     ) -> EngineDescription:
         """Bring the engine to a version; on return it samples with nothing older.
 
-        Version 0 is the weights that it started with: nothing is loaded. `adapter`: the store holds
-        LoRA adapters; requests after this ask for the version by that name. KV made with the old
-        weights is dropped and that of kept requests is computed again.
+        Version 0 is the weights that it started with: nothing is loaded. A version of another state
+        hash than a given one is refused by the engine before it is loaded. `adapter`: the store
+        holds LoRA adapters; requests after this ask for the version by that name. KV made with the
+        old weights is dropped and that of kept requests is computed again.
         Raises EngineLost; the engine may then be paused, which the next switch ends.
         """
-        wanted, model = HeldWeights(), None
-        if version:
-            wanted, model = HeldWeights(store=store, version=version), adapter
+        model = adapter if wanted.version else None
         try:
             async with asyncio.timeout(timeout_s):
-                if version:
-                    await self._load(store, version, adapter)
+                if wanted.version:
+                    await self._load(wanted, adapter)
                 description = await self._confirm(wanted, adapter=model)
             self._model = model
             return description
         except (*_BROKEN, EngineLost) as error:
             self.forget()
-            what = f"switch to {store} {version}" if version else "version 0"
+            what = f"switch to {wanted.store} {wanted.version}" if wanted.version else "version 0"
             fault, change = f"{what}: {reason_of(error)}", _left_by(error)
             lost = EngineUnreachable(fault, change) if change is Change.PROCESS else None
             raise lost or EngineLost(fault) from error
 
-    async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
-        named = {} if adapter is None else {"adapter": adapter}
+    async def _load(self, wanted: HeldWeights, adapter: str | None) -> None:
+        optional = {"state_hash": wanted.state_hash or None, "adapter": adapter}
+        given = {name: value for name, value in optional.items() if value is not None}
         await self._post("/pause", params={"mode": "keep"})
         if not self._transfer_ready:
             await self._post("/init_weight_transfer_engine", {"init_info": {}})
             self._transfer_ready = True
         await self._begin_update()
-        update = {"update_info": {"store": store, "version": version, **named}}
+        update = {"update_info": {"store": wanted.store, "version": wanted.version, **given}}
         await self._post("/update_weights", update)
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post("/finish_weight_update", {"weight_version": str(wanted.version)})
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
 
@@ -354,13 +341,16 @@ class EngineClient:
         """Checks that every worker holds `wanted`; from here on the engine must stay the same
         one."""
         description, held = await self._identified(updated=bool(wanted.version))
-        for worker in [each.of(adapter) for each in held]:
+        workers = [each.of(adapter) for each in held]
+        for worker in workers:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
                 remedy = "" if wanted.version else _UNKNOWN_VERSION
                 raise EngineLost(f"a worker holds {named}{remedy}")
         if not held:
             raise EngineLost("no worker reports its weights")
+        hashes = {worker.state_hash for worker in workers}
+        self.state_hash = hashes.pop() if len(hashes) == 1 else ""
         return description
 
     async def _identified(

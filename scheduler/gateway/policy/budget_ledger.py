@@ -215,8 +215,9 @@ class BudgetLedger:
         hours = {key.hour: each for key, each in self.hours.items() if key.service == service}
         served = sum((each.served for each in hours.values()), Served())
         excess = [hours[at].excess for at in sorted(hours) if _compares(hours[at].served)]
+        granted_hours = sum(bool(each.served.granted) for each in hours.values())
         # Misses are reported only by slots without proof slices, which have no excess.
-        pooled = charged_misses(served, excess) + served.misses
+        pooled = charged_misses(served, excess, granted_hours=granted_hours) + served.misses
         allowed = min((each.allowed_ratio for each in accounts), default=0.0) * served.requests
         return ServiceBudget(
             service=service,

@@ -76,6 +76,8 @@ class _Engine:
     """The store of its last update."""
     failed: JobVersion | None = None
     """The version of its last failed update."""
+    state_hash: str = ""
+    """Hash of its weights, as it reports them."""
 
     def serves(self, job: JobId, version: WeightVersion) -> bool:
         return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
@@ -95,6 +97,8 @@ class VersionPolicy:
         self._config = config
         self._engines: dict[EngineId, _Engine] = {}
         self._published: dict[JobId, JobVersion] = {}
+        self._hashes: dict[JobId, str] = {}
+        """Hash of each job's published version; empty if its publisher gave none."""
         self._served: dict[JobId, WeightVersion] = {}
         """The newest version of each job that an engine has served."""
         self._target: JobVersion | None = None
@@ -108,6 +112,7 @@ class VersionPolicy:
         """Versions and target, and the engines where a journal file goes on in another."""
         return {
             "published": [msgspec.to_builtins(job) for job in self._published.values()],
+            "hashes": dict(self._hashes),
             "served": dict(self._served),
             "target": self._target.job if self._target else None,
             "settled": self._settled,
@@ -117,6 +122,7 @@ class VersionPolicy:
     def restore(self, snapshot: dict[str, Any]) -> None:
         jobs = msgspec.convert(snapshot["published"], list[JobVersion])
         self._published = {job.job: job for job in jobs}
+        self._hashes = dict(snapshot.get("hashes", {}))
         self._served = dict(snapshot.get("served", {}))
         target = snapshot["target"]
         self._target = None if target is None else self._published[JobId(target)]
@@ -166,6 +172,15 @@ class VersionPolicy:
             for engine, at in sorted(self._engines.items())
         }
 
+    def state_hash(self, job: JobId, version: WeightVersion) -> str:
+        """Hash of a job's version as it was published, else as an engine that serves it reports it;
+        "" if unknown. Two runs of a trainer give one number to two states."""
+        published = self._published.get(job)
+        if published and published.version == version and self._hashes.get(job):
+            return self._hashes[job]
+        serving = (at.state_hash for at in self._engines.values() if at.serves(job, version))
+        return next(filter(None, serving), "")
+
     def refusal(self, event: JobVersion | JobActivated) -> str:
         """Why the event would be refused now; "" if it would not."""
         before = self._published.get(event.job)
@@ -181,7 +196,14 @@ class VersionPolicy:
         if event.version > served and event.store != before.store:
             return ""
         if (event.store, event.version) == (before.store, before.version):
-            return ""
+            known = self.state_hash(event.job, event.version)
+            given = event.state_hash if isinstance(event, VersionPublished) else ""
+            if given == known or not (given and known):
+                return ""
+            return (
+                f"version {event.version} of store {event.store} is another one than engines hold: "
+                "the store was begun anew; begin this run as another job, in a store of its own"
+            )
         return (
             f"job {event.job} is at version {before.version} of store {before.store}; "
             "versions only rise, whatever store they are in; begin a new run as another job"
@@ -218,6 +240,8 @@ class VersionPolicy:
         if reason := self.refusal(event):
             return [RefusePublish(job=event.job, version=event.version, reason=reason)]
         now_at = JobVersion(job=event.job, store=event.store, version=event.version)
+        if event.state_hash or now_at != self._published.get(event.job):
+            self._hashes[event.job] = event.state_hash
         self._published[event.job] = now_at
         if event.resumed:
             self._served[event.job] = event.version
@@ -253,7 +277,7 @@ class VersionPolicy:
             at.failed_at_s = now
             at.failed = JobVersion(job=event.job, store=at.loads, version=event.version)
             return self._advance(event.engine, VersionSwitchTrigger.BROKE)
-        at.job, at.version = event.job, event.version
+        at.job, at.version, at.state_hash = event.job, event.version, event.state_hash
         target = self._target
         assert target is not None
         if (at.job, at.loads, at.version) == (target.job, target.store, target.version):
@@ -296,7 +320,8 @@ class VersionPolicy:
 
     def _update(self, engine: EngineId, to: JobVersion) -> UpdateEngine:
         self._engines[engine].loads = to.store
-        return UpdateEngine(engine=engine, job=to.job, store=to.store, version=to.version)
+        known = self._hashes.get(to.job, "")
+        return UpdateEngine(engine=engine, state_hash=known, **msgspec.structs.asdict(to))
 
     def _settle(self) -> list[VersionsEffect]:
         target = self._target

@@ -33,6 +33,8 @@ class JobVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionPublished(JobVersion, frozen=True, kw_only=True, tag="version_published"):
+    state_hash: str = ""
+    """Hash of its weights; empty if unknown."""
     cut_exact: bool = False
     """End turns pinned to the old version, with partial output, instead of waiting for them."""
     resumed: bool = False
@@ -55,6 +57,8 @@ class EngineUpdated(msgspec.Struct, frozen=True, kw_only=True, tag="engine_updat
     version: WeightVersion
     fault: str = ""
     """Why the update failed; empty if it did not."""
+    state_hash: str = ""
+    """Hash of the weights that it reports; empty if unknown."""
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
@@ -89,13 +93,12 @@ class QuiesceEngine(msgspec.Struct, frozen=True, kw_only=True, tag="quiesce_engi
     reason: str
 
 
-class UpdateEngine(msgspec.Struct, frozen=True, kw_only=True, tag="update_engine"):
+class UpdateEngine(JobVersion, frozen=True, kw_only=True, tag="update_engine"):
     """Version 0 is what the engine started with: nothing to load."""
 
     engine: EngineId
-    job: JobId
-    store: str
-    version: WeightVersion
+    state_hash: str = ""
+    """Hash of the weights to load; empty if unknown."""
 
 
 class ServeEngine(msgspec.Struct, frozen=True, kw_only=True, tag="serve_engine"):

@@ -89,6 +89,14 @@ def test_every_operation_names_its_statuses_and_no_other() -> None:
     assert kinds == {"200": [TEXT], "415": [JSON], "503": [TEXT]}
 
 
+def test_all_but_probes_need_a_token_and_all_but_reading_one_that_does_not_observe() -> None:
+    for path, methods in document("agent", AGENT, refuses=refuses)["paths"].items():
+        for method, operation in methods.items():
+            refused = {"401", "403"} & set(operation["responses"])
+            reads = set() if path in ("/healthz", "/readyz") else {"401"}
+            assert refused == (reads if method == "get" else {"401", "403"})
+
+
 @pytest.mark.parametrize("operations", [AGENT, PHASES])
 def test_every_reference_of_a_document_leads_to_a_valid_schema(
     operations: dict[str, Operation],

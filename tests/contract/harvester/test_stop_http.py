@@ -22,7 +22,7 @@ from tests.certificates import token_file
 
 TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
 DRAIN = {"order": "drain", "by": "alice", "reason": "driver update"}
-GATEWAY, OPERATOR = "g" * 32, "o" * 32
+GATEWAY, OPERATOR, OBSERVER = "g" * 32, "o" * 32, "b" * 32
 
 
 def sends(token: str) -> dict[str, str]:
@@ -53,7 +53,8 @@ def node(tmp_path: Path) -> Iterator[NodeAgent]:
 async def client(node: NodeAgent, tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
     leases = TokenFile(token_file(tmp_path, "leases", GATEWAY))
     operators = TokenFile(token_file(tmp_path, "operators", OPERATOR))
-    app = application(node, tokens=leases, operators=operators)
+    observers = TokenFile(token_file(tmp_path, "observers", OBSERVER))
+    app = application(node, tokens=leases, operators=operators, observers=observers)
     async with TestClient(TestServer(app)) as client:
         yield client
 
@@ -136,9 +137,55 @@ async def test_a_malformed_order_gets_400_and_changes_nothing(
     assert node.stops.stops == ()
 
 
-def test_an_operator_s_token_file_needs_one_for_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="token_file"):
-        HttpConfig(operator_token_file=tmp_path)
+def test_a_token_file_of_a_role_needs_one_for_the_others(tmp_path: Path) -> None:
+    for role in ("operator_token_file", "observer_token_file"):
+        with pytest.raises(ValueError, match=f"{role}: needs a token_file"):
+            HttpConfig.model_validate({role: tmp_path})
+
+
+READ = ("/v1/slots", "/v1/stops", "/healthz", "/readyz", "/metrics", "/openapi.json")
+
+
+async def test_every_role_reads_and_a_wrong_token_reads_nothing(client: Any) -> None:
+    for path in READ:
+        for token in (GATEWAY, OPERATOR, OBSERVER):
+            for method in ("GET", "HEAD"):
+                assert (await client.request(method, path, headers=sends(token))).status == 200
+        for headers in (sends("w" * 32), {"Authorization": OBSERVER}, {}):
+            status = 200 if path.endswith("z") else 401
+            assert (await client.get(path, headers=headers)).status == status
+
+
+async def test_an_observer_changes_nothing(client: Any, node: NodeAgent) -> None:
+    taken = await (await client.post("/v1/leases", json=TAKE, headers=sends(GATEWAY))).json()
+    lease = f"/v1/leases/{taken['lease']}"
+    for method, path, body in (
+        ("POST", "/v1/leases", TAKE | {"request_id": "r2"}),
+        ("POST", f"{lease}/renew", {"duration_s": 5.0}),
+        ("DELETE", lease, None),
+        ("POST", "/v1/stops", DRAIN),
+        ("POST", "/v1/stops", {"order": "none"}),
+        ("POST", "/v1/stops", {**DRAIN, "cluster": True, "number": 9}),
+        ("PUT", "/v1/slots", None),
+        ("POST", "/v1/nothing", None),
+    ):
+        reply = await client.request(method, path, json=body, headers=sends(OBSERVER))
+        assert (reply.status, list(await reply.json())) == (403, ["error"]), (method, path)
+        reply = await client.request(method, path, json=body, headers=sends("w" * 32))
+        assert reply.status == 401
+    assert node.stops.stops == ()
+    assert (await client.delete(lease, headers=sends(GATEWAY))).status == 200
+
+
+async def test_a_token_in_two_files_only_observes(node: NodeAgent, tmp_path: Path) -> None:
+    leases = TokenFile(token_file(tmp_path, "leases", GATEWAY, OBSERVER))
+    observers = TokenFile(token_file(tmp_path, "observers", OBSERVER))
+    app = application(node, tokens=leases, observers=observers)
+    async with TestClient(TestServer(app)) as client:
+        for token, status in ((OBSERVER, 403), (GATEWAY, 200)):
+            assert (await client.get("/v1/slots", headers=sends(token))).status == 200
+            reply = await client.post("/v1/leases", json=TAKE, headers=sends(token))
+            assert reply.status == status
 
 
 async def test_the_commands_stop_show_and_resume(

@@ -15,7 +15,7 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import RequestRefused
-from scheduler.gateway.engines.identity import Change
+from scheduler.gateway.engines.identity import Change, HeldWeights
 from scheduler.gateway.engines.stream import EngineChoice
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
 
@@ -98,14 +98,14 @@ async def says_that_it_is_healthy_and_which_vllm_it_is(client: EngineClient) -> 
 
 
 async def says_what_fits_it_and_stays_the_same_engine(client: EngineClient) -> None:
-    described = await client.switch(store="", version=WeightVersion(0), timeout_s=20.0)
+    described = await client.switch(HeldWeights(), timeout_s=20.0)
     assert described.model
     assert described.context_tokens > len(PROMPT)
     identity = client.identity
     assert identity
     assert await collect(client, attempt(4), "e")
     assert not await client.changed()
-    await client.switch(store="", version=WeightVersion(0), timeout_s=20.0)
+    await client.switch(HeldWeights(), timeout_s=20.0)
     assert client.identity == identity
 
 

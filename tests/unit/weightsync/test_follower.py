@@ -2,7 +2,7 @@
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,25 +116,64 @@ def test_a_store_that_began_anew_is_taken_from_its_full_version(
             assert same(loaded(tmp_path / "held"), states[8 + version])
 
 
+@pytest.fixture(params=[8, 25], ids=["with_an_anchor", "a_delta"])
+def begun_anew(
+    request: pytest.FixtureRequest, tmp_path: Path, states: tuple[State, ...]
+) -> tuple[Path, Callable[[], None]]:
+    """A store at version 8, and a call after which another run has published version 8 there."""
+    store = tmp_path / "run"
+
+    def publish(states: Iterable[State]) -> None:
+        shutil.rmtree(store, ignore_errors=True)
+        with Publisher(store, anchor_every=request.param) as publisher:
+            assert [publisher.publish(state).version for state in states][-1] == EIGHT
+
+    publish(states[:8])
+    return store, lambda: publish(reversed(states[:8]))
+
+
 def test_another_run_s_version_of_the_same_number_is_not_held(
-    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+    begun_anew: tuple[Path, Callable[[], None]],
+    states: tuple[State, ...],
+    same: Same,
+    tmp_path: Path,
 ) -> None:
-    store, done = published
+    store, begin_anew = begun_anew
     blank = {name: torch.zeros_like(tensor) for name, tensor in states[-1].items()}
     receiver, target = Receiver(store), TensorTarget(blank)
     with following(store, tmp_path / "held") as follows:
         follows.pull(EIGHT)
         receiver.sync(None, EIGHT, target)
-        shutil.rmtree(store)
-        with Publisher(store) as publisher:
-            for state in reversed(states[: len(done)]):
-                last = publisher.publish(state)
-        assert last.version == EIGHT
+        begin_anew()
         assert follows.pull().from_full
         assert receiver.sync(EIGHT, EIGHT, target).from_full
         assert follows.pull().bytes_read == 0
     assert same(loaded(tmp_path / "held"), states[0])
     assert same(blank, states[0])
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_another_run_s_version_of_the_held_number_is_newer(
+    begun_anew: tuple[Path, Callable[[], None]],
+    states: tuple[State, ...],
+    same: Same,
+    tmp_path: Path,
+    restarts: bool,
+) -> None:
+    store, begin_anew = begun_anew
+    with following(store, tmp_path / "held") as follows:
+        follows.pull()
+        assert follows.newer(wait_s=0.0) is None
+        if not restarts:
+            begin_anew()
+            assert follows.newer(wait_s=0.0) == EIGHT
+    if restarts:
+        begin_anew()
+    with following(store, tmp_path / "held") as follows:
+        assert follows.newer(wait_s=0.0) == EIGHT
+        follows.pull()
+        assert follows.newer(wait_s=0.0) is None
+    assert same(loaded(tmp_path / "held"), states[0])
 
 
 def test_a_new_layout_makes_new_files(

@@ -80,6 +80,19 @@ def test_staging_touches_nothing(published: Store, blank: State) -> None:
     assert all(not tensor.float().any() for tensor in blank.values())
 
 
+def test_a_state_that_its_holder_does_not_expect_is_not_read(published: Store) -> None:
+    store, done = published
+    for shard in store.rglob("*.safetensors"):
+        shard.unlink()
+
+    def check(state_hash: str | None) -> None:
+        assert state_hash == done[-1].state_hash
+        raise Corrupt("of another run")
+
+    with pytest.raises(Corrupt, match="of another run"):
+        Receiver(store).prepare(None, done[-1].version, check=check)
+
+
 @pytest.mark.parametrize("target_class", [TornTarget, ForgetfulTarget])
 def test_a_torn_apply_ends_on_the_published_state(
     published: Store,

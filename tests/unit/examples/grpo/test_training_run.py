@@ -32,6 +32,7 @@ from tests.virtual_clock import VirtualClock
 @dataclass(frozen=True)
 class Receipt:
     version: int
+    state_hash: str = "hash"
     bytes_sent: int = 10
     bytes_dense: int = 100
 
@@ -53,8 +54,8 @@ class World:
         self.happened.append(("publish", self.version))
         return Receipt(self.version)
 
-    async def announce(self, version: int, store: str) -> VersionSwitched:
-        assert store == "store"
+    async def announce(self, version: int, store: str, *, state_hash: str) -> VersionSwitched:
+        assert (store, state_hash) == ("store", "hash")
         self.clock.now_s += 2.0
         self.happened.append(("announce", version))
         return VersionSwitched(version=WeightVersion(version), engines={})

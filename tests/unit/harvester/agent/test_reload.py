@@ -63,6 +63,7 @@ FULL = AgentConfig(
     http=HttpConfig(
         token_file=Path("/t"),
         operator_token_file=Path("/o"),
+        observer_token_file=Path("/b"),
         tls=ServerTls(cert_file=Path("/c"), key_file=Path("/k"), client_ca_file=Path("/a")),
     ),
     owners=OwnersConfig(agent=(1,)),

@@ -27,6 +27,7 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.wire.leases import IdleForecast, SlotOffer, SlotOffers, SlotState
+from tests.certificates import token_file
 
 HOUR_NS = 3_600_000_000_000
 HEAVY = ("aiohttp", "numba", "numpy", "prometheus_client", "torch", "vllm", "yaml")
@@ -223,10 +224,11 @@ def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixtur
 def test_a_configuration_that_this_machine_cannot_run_is_not_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "agent.yaml"
+    path, token = tmp_path / "agent.yaml", token_file(tmp_path, "token", "s" * 32)
     for lacking, said in (
         ("owners: {production: [no-such-user]}\npage_group: 5\n", "no-such-user"),
         ("http: {token_file: /nowhere/token}\n", "/nowhere/token"),
+        (f"http: {{token_file: {token}, observer_token_file: /nowhere/o}}\n", "/nowhere/o"),
     ):
         path.write_text(lacking + "slots: [{name: slot0}]\n")
         assert exit_code(["agent", "--config", str(path), "--check-config"]) == EXIT_NOT_YET

@@ -22,6 +22,7 @@ from harvester.contracts.wire.leases import (
     SlotState,
 )
 from harvester.platform.tls import Credentials
+from tests.certificates import token_file
 from tests.virtual_clock import VirtualClock
 
 
@@ -184,6 +185,17 @@ def test_once_prints_into_a_pipe_with_the_address_and_token_of_the_file(
     assert "lab/grpo" in out
     assert "\x1b" not in out
     assert agent.sent == ["Bearer " + "s" * 32] * 2
+
+
+def test_the_observer_s_token_of_the_file_is_sent_before_the_gateways(
+    agent: FakeAgent, tmp_path: Path
+) -> None:
+    files = [token_file(tmp_path, letter, letter * 32) for letter in "so"]
+    http = f"{{port: {agent.port}, token_file: {files[0]}, observer_token_file: {files[1]}}}"
+    config = tmp_path / "agent.yaml"
+    config.write_text(f"http: {http}\nslots: [{{name: slot0}}]")
+    assert exit_code("--once", "--interval", "0.2", "--config", str(config)) == 0
+    assert agent.sent == ["Bearer " + "o" * 32] * 2
 
 
 def test_a_live_view_needs_a_terminal(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:

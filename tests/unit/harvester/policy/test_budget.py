@@ -82,7 +82,7 @@ def test_goes_on_only_after_the_hold_and_a_clear_recovery() -> None:
 
 def test_counts_without_stopping_where_it_is_not_enforced() -> None:
     budget = ErrorBudget(BudgetSettings(enforced=False))
-    assert not any(serve(budget, start_s=0, minutes=10, requests=100, misses=100))
+    assert not any(serve(budget, start_s=0, minutes=30, requests=100, misses=100))
     assert budget.stopped
 
 
@@ -158,15 +158,29 @@ def test_many_late_tokens_of_few_requests_hide_nothing() -> None:
     assert budget.stopped
 
 
-def test_every_miss_counts_where_nothing_was_withheld_for_long() -> None:
+def test_every_miss_counts_where_nothing_was_withheld_for_hours() -> None:
     budget = ErrorBudget(BudgetSettings(minimum_misses=1))
-    budget.observe(Served(requests=900, granted=900, granted_misses=7), now=0.0)
+    for hour in range(2):
+        budget.observe(Served(requests=9000, granted=9000, granted_misses=7), now=3600.0 * hour)
     assert budget.spent == 0
-    budget.observe(Served(requests=200, granted=200, granted_misses=7), now=1.0)
-    assert budget.spent == 14
+    budget.observe(Served(requests=200, granted=200, granted_misses=7), now=7200.0)
+    assert budget.spent == 21
     unproven = ErrorBudget(BudgetSettings(minimum_misses=1), proven=False)
     unproven.observe(Served(requests=100, misses=3, withheld=50, withheld_misses=50), now=0.0)
     assert unproven.spent == 3
+
+
+@pytest.mark.parametrize(("slice_s", "minutes"), [(2.0, 1), (60.0, 20)])
+def test_a_burn_counts_every_miss_after_twenty_slices_without_a_control(
+    slice_s: float, minutes: int
+) -> None:
+    """A busy service has thousands of requests, and misses of its own, before chance withholds the
+    first slice."""
+    budget = ErrorBudget(BudgetSettings())
+    late = Served(requests=30_000, granted=30_000, granted_misses=3000)
+    stopped = [budget.observe(late, now=60.0 * at, slice_s=slice_s) for at in range(minutes + 2)]
+    assert not any(stopped[: minutes - 1])
+    assert stopped[-1]
 
 
 ALLOTTED = Allotment(number=1, misses=3.0, budget=100.0, spent=0.0)

@@ -298,6 +298,7 @@ class Client:
     deaths: int = 0
     visits: list[int] = field(default_factory=list)
     served_life: int = 0
+    state_hash: str = ""
     vocabulary: int = 0
     slow: int = 0
     """Steps before its first token."""
@@ -354,7 +355,7 @@ class Client:
     async def describe(self) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
 
-    async def switch(self, **to: Any) -> EngineDescription:
+    async def switch(self, *_: Any, **__: Any) -> EngineDescription:
         self.served_life = self.life
         return EngineDescription(vocabulary=self.vocabulary)
 

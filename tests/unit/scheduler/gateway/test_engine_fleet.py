@@ -39,6 +39,7 @@ class Client:
     """An engine that takes every version at once."""
 
     described: EngineDescription = field(default_factory=EngineDescription)
+    state_hash: str = ""
     fault: Exception | None = None
     """Raised by the next switch."""
 
@@ -48,7 +49,7 @@ class Client:
     async def describe(self) -> EngineDescription:
         return self.described
 
-    async def switch(self, **_: Any) -> EngineDescription:
+    async def switch(self, *_: Any, **__: Any) -> EngineDescription:
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault

@@ -8,16 +8,25 @@ import pytest
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
 from scheduler.gateway.gateway_state import SchedulerState, StoredJob
+from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.model import Lease
 
 A, B = JobId("a"), JobId("b")
 
 
+def published(
+    job: JobId, store: str, version: int, state_hash: str = "", **more: bool
+) -> VersionPublished:
+    number = WeightVersion(version)
+    return VersionPublished(job=job, store=store, version=number, state_hash=state_hash, **more)
+
+
 def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.db"
     state = SchedulerState(path)
-    state.publish(A, store="sa", version=WeightVersion(1))
-    state.publish(A, store="sa", version=WeightVersion(2))
+    state.publish(published(A, "sa", 1, "h1"))
+    state.publish(published(A, "sa", 2, "h2"))
+    state.publish(published(A, "sa", 2))
     state.activate(A)
     state.activate(B)
     state.set_harvesting(B, enabled=False)
@@ -38,8 +47,8 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
 
     again = SchedulerState(path)
     assert again.jobs() == {
-        A: StoredJob(job=A, store="sa", version=WeightVersion(2), active=False),
-        B: StoredJob(job=B, store="", version=WeightVersion(0), active=True, harvesting=False),
+        A: StoredJob(published=published(A, "sa", 2, "h2", resumed=True)),
+        B: StoredJob(published=published(B, "", 0, resumed=True), active=True, harvesting=False),
     }
     (held,) = again.leases()
     assert (held.lease, held.epoch) == ("l2", 3)
@@ -48,13 +57,23 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
     again.close()
 
 
+def test_the_hash_of_a_version_is_not_that_of_the_next(tmp_path: Path) -> None:
+    state = SchedulerState(tmp_path / "state.db")
+    state.publish(published(A, "sa", 1, "h1"))
+    state.publish(published(A, "sa", 2))
+    assert state.jobs()[A].published.state_hash == ""
+    state.publish(published(A, "other", 1))
+    assert state.jobs()[A].published.state_hash == ""
+    state.close()
+
+
 def test_stores_come_back_in_the_order_of_their_publishes_also_from_an_older_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "state.db"
     state = SchedulerState(path)
     for job, store in ((B, "s"), (A, "s"), (B, "t"), (B, "s")):
-        state.publish(job, store=store, version=WeightVersion(1))
+        state.publish(published(job, store, 1))
     state.close()
     again = SchedulerState(path)
     assert again.stores() == [("s", B), ("s", A), ("t", B)]
@@ -86,7 +105,7 @@ def test_a_fact_that_the_file_has_already_needs_no_room(tmp_path: Path) -> None:
     state = SchedulerState(path)
     for run in range(2):
         before = log.stat().st_size, log.stat().st_mtime_ns
-        state.publish(A, store="sa", version=WeightVersion(1), activate=True)
+        state.publish(published(A, "sa", 1, "h"), activate=True)
         state.activate(A)
         state.set_harvesting(A, enabled=False)
         state.use_dedicated(A, enabled=False)

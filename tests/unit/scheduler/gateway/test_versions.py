@@ -47,9 +47,15 @@ def _emptied(engine: str) -> EngineEmptied:
     return EngineEmptied(engine=EngineId(engine))
 
 
-def _updated(engine: str, version: int, job: JobId = JOB, fault: str = "") -> EngineUpdated:
+def _updated(
+    engine: str, version: int, job: JobId = JOB, fault: str = "", state_hash: str = ""
+) -> EngineUpdated:
     return EngineUpdated(
-        engine=EngineId(engine), job=job, version=WeightVersion(version), fault=fault
+        engine=EngineId(engine),
+        job=job,
+        version=WeightVersion(version),
+        fault=fault,
+        state_hash=state_hash,
     )
 
 
@@ -65,6 +71,26 @@ def _serving(*engines: EngineJoined, version: int = 1, **config: Any) -> Version
         policy.observe(_updated(joined.engine, version), now=0.0)
         assert policy.state(joined.engine) is EngineState.SERVING
     return policy
+
+
+@pytest.mark.parametrize("announced", ["ours", ""])
+def test_a_number_is_of_one_run_for_good(announced: str) -> None:
+    """As it was announced, else as the first engine that serves it holds it."""
+    policy = VersionPolicy(VersionsConfig())
+    policy.observe(_publish(1, state_hash=announced), now=0.0)
+    (update,) = policy.observe(_join("d"), now=0.0)
+    assert (update.version, update.state_hash) == (1, announced)
+    policy.observe(_updated("d", 1, state_hash="ours"), now=0.0)
+    assert policy.state_hash(JOB, WeightVersion(1)) == "ours"
+    assert "begun anew" in policy.refusal(_publish(1, state_hash="another"))
+    assert policy.refusal(_publish(1, state_hash="ours")) == policy.refusal(_publish(1)) == ""
+    policy.observe(_publish(1), now=0.0)
+    again = VersionPolicy(VersionsConfig())
+    again.restore(policy.snapshot())
+    assert again.state_hash(JOB, WeightVersion(1)) == "ours"
+    again.observe(_publish(2, state_hash="another"), now=0.0)
+    (update,) = again.observe(_emptied("d"), now=0.0)
+    assert (update.version, update.state_hash) == (2, "another")
 
 
 def test_a_publish_quiesces_then_updates_then_serves() -> None:
