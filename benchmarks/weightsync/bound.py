@@ -16,7 +16,7 @@ from benchmarks.weightsync.states import Pair
 from weightsync.elements.bits import Bits
 
 _EXPONENT_SHIFTS = {2: 7, 4: 23}
-"""Of bfloat16 and float32, by width in bytes; eight bits of exponent each."""
+"""Where bfloat16 and float32 have their eight bits of exponent, by width in bytes."""
 
 
 def entropy_bound_bytes(pair: Pair) -> int:
