@@ -65,9 +65,12 @@ class Published:
     bytes_dense: int
     """Size of all tensors."""
     bytes_anchor: int
-    """Size of the anchor written beside it; 0 if none was due or none fitted."""
+    """Size of the anchor beside it, which a single rank has only begun; 0 if none was due or, among
+    several ranks, none fitted."""
     is_full: bool
     seconds: float
+    anchor_fault: str = ""
+    """Why the newest anchor was not written, with its version's number. It is due again."""
 
 
 class Publisher(AbstractContextManager["Publisher"]):
@@ -136,6 +139,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._lead: VersionWriter | None = None
         words = _ranks_dir(self._store, ranks, ranks_dir)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
+        self._anchors = ThreadPoolExecutor(1, thread_name_prefix="weight-anchor")
+        self._anchor: Future[Anchored] | None = None
+        """An anchor in the making, which has the copy and the store's writer to itself."""
         self._compiling: Future[None] | None = None
         with ExitStack() as undo:
             if rank == 0:
@@ -177,20 +183,20 @@ class Publisher(AbstractContextManager["Publisher"]):
 
     def close(self) -> None:
         """Release the store's lock, after the loops are compiled, so that the next process finds
-        them; a last announcement is waited for, at most 10 s."""
+        them, and after an anchor in the making; a last announcement is waited for, at most 10 s."""
         self._closed = True
-        if self._announcer is not None:
-            self._announcer.close(ANNOUNCE_S)
-        self._await_compiled()
-        try:
+        with ExitStack() as last_first:
+            for part in (self._lead, self._ranks, self._copy):
+                if part is not None:
+                    last_first.callback(part.close)
+            last_first.callback(self._pool.shutdown)
             if self._skips is not None:
-                self._skips.close()
-        finally:
-            self._pool.shutdown()
-            self._copy.close()
-            self._ranks.close()
-            if self._lead is not None:
-                self._lead.close()
+                last_first.callback(self._skips.close)
+            last_first.callback(self._anchors.shutdown)
+            last_first.callback(self._await_anchor)
+            if self._announcer is not None:
+                self._announcer.close(ANNOUNCE_S)
+            self._await_compiled()
 
     def announced(self, timeout_s: float) -> AnnounceState:
         """State of the newest version once all gateways have it or refuse it, or after this time.
@@ -210,10 +216,12 @@ class Publisher(AbstractContextManager["Publisher"]):
     def publish(self, state: PublishedState, *, step: int | None = None) -> Published:
         """Write the next version; returns when it is durable and LATEST names it.
 
-        With several ranks every rank calls it, each with its own part of the model; `step` is the
-        trainer's, without it publishes are counted. Parts of two steps are never mixed. Raises
-        Unsupported for tensors that it cannot publish and Exhausted if the disk or the quota is
-        full or a rank is too late; the store and this publisher are then unchanged.
+        A due anchor is written after that, beside the trainer's next step, and the next publish
+        waits for it; several ranks write it before they return. Every rank calls `publish`, each
+        with its own part of the model; `step` is the trainer's, without it publishes are counted.
+        Parts of two steps are never mixed. Raises Unsupported for tensors that it cannot publish
+        and Exhausted if the disk or the quota is full or a rank is too late; the store and this
+        publisher are then unchanged.
         """
         if self._closed:
             raise ConfigError("this publisher is closed: make another one of the store")
@@ -234,15 +242,21 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._warm_up()
         if self._announcer is not None:
             self._announcer.announce(published.version, published.state_hash)
-        if self._skips is not None:
-            self._skips.published(published.version)
-        if self._lead is not None:
-            # The version is published: what cannot be deleted now is pruned next time.
-            try:
+        # An anchor in the making has the store's writer, and the quota's last room.
+        if self._anchor is None:
+            if self._skips is not None:
+                self._skips.published(published.version)
+            if self._lead is not None:
                 self._lead.prune()
-            except RoseMuxError as error:
-                _LOG.warning("old versions stay for now: %s", error)
         return published
+
+    def _await_anchor(self) -> str:
+        """Wait for the anchor in the making; returns why it was not written, if so."""
+        if self._anchor is None:
+            return ""
+        wait([self._anchor])
+        done, self._anchor = self._anchor, None
+        return done.result().fault
 
     def _warm_up(self) -> None:
         """Compile for the model's element types while the trainer makes the first change."""
@@ -257,6 +271,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             wait([self._compiling])
 
     def _agreed(self, state: PublishedState, step: int, started: float) -> Published:
+        fault = self._await_anchor()
         with self._ranks.exchange(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(
@@ -268,7 +283,12 @@ class Publisher(AbstractContextManager["Publisher"]):
             reports = talk.gather(self._share.report(intake))
             order = talk.tell(self._lead.order(reports) if self._lead else None, PublishOrder)
             outcome = self._published(talk, intake, order)
-            anchored = self._anchored(talk, order, outcome)
+            if alone and outcome.anchor_directory:
+                self._anchor = self._anchors.submit(self._anchored, talk, order, outcome)
+                anchored = Anchored(outcome.bytes_dense)
+            else:
+                # Several ranks hear of each other only within a publish.
+                anchored = self._anchored(talk, order, outcome)
         return Published(
             version=WeightVersion(order.version),
             state_hash=outcome.state_hash,
@@ -277,6 +297,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             bytes_anchor=anchored.bytes_anchor,
             is_full=not order.base,
             seconds=self._clock.now() - started,
+            anchor_fault=anchored.fault or fault,
         )
 
     def _published(self, talk: RankExchange, intake: Intake, order: PublishOrder) -> PublishResult:
@@ -309,14 +330,16 @@ class Publisher(AbstractContextManager["Publisher"]):
         try:
             with closing(self._store.draft(outcome.anchor_directory)) as draft:
                 written = self._share.write_anchor(draft)
-        except RoseMuxError:
-            written = WrittenShare([], {}, failed=True)
+        except Exception as error:
+            written = WrittenShare([], {}, fault=str(error) or repr(error))
         try:
             everything = talk.gather(written)
-        except RoseMuxError:
+        except RoseMuxError as error:
             # A rank is gone; the next publish names it.
-            everything = [WrittenShare([], {}, failed=True)]
+            everything = [WrittenShare([], {}, fault=str(error))]
         anchored = self._lead.commit_anchor(order, outcome, everything) if self._lead else None
+        if anchored and anchored.fault:
+            _LOG.warning("%s", anchored.fault)
         try:
             return talk.tell(anchored, Anchored)
         except RoseMuxError:

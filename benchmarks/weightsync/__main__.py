@@ -16,15 +16,25 @@ from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import Hardware, HardwareKind
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.reporting import report
+from benchmarks.weightsync import catch_up
 from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
-from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
+from benchmarks.weightsync.states import (
+    LARGE,
+    SMALL,
+    Pair,
+    adam_step,
+    checkpoints,
+    consecutive,
+    trained_step,
+)
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "tp", "fanout", "faults", "memory")
 _MODULES = {"vllm": "engine", "tp": "tensor_parallel"}
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-3)
+TRAINED = "trained"
 SHAPES = {shape.name: shape for shape in (SMALL, LARGE)}
 _TURNS = 5
 _TURNS_OF_LARGE = 3
@@ -43,7 +53,11 @@ def main() -> None:
         "--store", type=Path, help=f"a weight store's steps; else synthetic ones and {DEMO_STORE}'s"
     )
     parser.add_argument(
-        "--shape", choices=SHAPES, nargs="+", default=[*SHAPES], help="sizes of synthetic steps"
+        "--shape",
+        choices=(*SHAPES, TRAINED),
+        nargs="+",
+        default=[*SHAPES, TRAINED],
+        help="sizes of synthetic steps, and real steps of small models",
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument(
@@ -111,10 +125,19 @@ def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
         yield from _stored(given.store)
     else:
         for shape in given.shape:
+            if shape == TRAINED:
+                yield from _trained()
+                continue
             for learning_rate in LEARNING_RATES:
                 yield adam_step(SHAPES[shape], learning_rate, seed=1)
         if DEMO_STORE.is_dir():
             yield from _stored(DEMO_STORE)
+
+
+def _trained() -> Iterator[Pair]:
+    for model in catch_up.MODELS:
+        for learning_rate in catch_up.LEARNING_RATES:
+            yield trained_step(model, learning_rate)
 
 
 def _stored(store: Path) -> Iterator[Pair]:

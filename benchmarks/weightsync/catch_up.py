@@ -53,7 +53,7 @@ def main() -> None:
 
 def measure() -> dict[str, Any]:
     cases = []
-    for name in _CONFIGS:
+    for name in MODELS:
         for learning_rate in LEARNING_RATES:
             cases.append(_case(name, learning_rate))
             print(cases[-1], file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ def _latent_attention() -> Any:
     )
 
 
-_CONFIGS = {
+MODELS = {
     "dense, tied": lambda: _dense(tied=True),
     "dense, untied": lambda: _dense(tied=False),
     "mixture": _mixture,
@@ -109,7 +109,7 @@ class Training:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(1)
-        self._model = AutoModelForCausalLM.from_config(_CONFIGS[name](), dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=learning_rate, betas=(0.9, 0.999), weight_decay=0.01
         )

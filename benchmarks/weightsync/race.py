@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.weightsync.bound import entropy_bound_bytes
+from benchmarks.weightsync.bound import conditional_bound_bytes, entropy_bound_bytes
 from benchmarks.weightsync.contenders import CONTENDERS, Contender
 from benchmarks.weightsync.states import Pair
 from weightsync.elements import state_hash
@@ -47,7 +47,7 @@ class Race:
             self._each(lambda tensor: np.copyto(self._held[tensor], self._pair.new[tensor]))
 
     def cases(self) -> list[dict[str, Any]]:
-        bound = entropy_bound_bytes(self._pair)
+        bound, conditional = entropy_bound_bytes(self._pair), conditional_bound_bytes(self._pair)
         return [
             {
                 "name": self._pair.name,
@@ -55,6 +55,7 @@ class Race:
                 "bytes": self._bytes[codec],
                 "dense_bytes": self._pair.dense_bytes,
                 "entropy_bound_bytes": bound,
+                "conditional_bound_bytes": conditional,
                 "encode_gb_s": self._gb_s("encode", codec),
                 "apply_gb_s": self._gb_s("apply", codec),
                 "memcpy_gb_s": self.memcpy_gb_s,

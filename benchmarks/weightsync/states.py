@@ -1,9 +1,10 @@
-"""Two consecutive states of a model: synthetic Adam steps, checkpoints, versions of a store.
+"""Two consecutive states: synthetic and real Adam steps, checkpoints, versions of a store.
 
 A synthetic step moves every 32-bit master weight as Adam does where noise dominates: by the
 learning rate times the first moment over the root of the second, a normal number of deviation
 sqrt((1 - beta1) / (1 + beta1)). All matrices move and one embedding row in twenty. The published
-value is the master rounded to bfloat16, as mixed-precision trainers do.
+value is the master rounded to bfloat16, as mixed-precision trainers do. Real steps are those of
+`catch_up`: small models by transformers, AdamW on 32-bit weights.
 """
 
 import math
@@ -85,6 +86,22 @@ def adam_step(shape: Shape, learning_rate: float, *, seed: int) -> Pair:
         old[name] = bits_of(master.bfloat16())
         new[name] = bits_of(master.add_(update).bfloat16())
     return Pair(name=f"adam-{shape.name}-lr{learning_rate:g}", old=old, new=new)
+
+
+def trained_step(model: str, learning_rate: float) -> Pair:
+    """One real step of a model of `catch_up`; tied tensors once."""
+    from benchmarks.weightsync.catch_up import Training
+
+    training = Training(model, learning_rate)
+    before = training.state()
+    training.step()
+    after = training.state()
+    names = sorted({tensor.data_ptr(): name for name, tensor in before.items()}.values())
+    return Pair(
+        name=f"adamw-{model}-lr{learning_rate:g}",
+        old={name: bits_of(before[name]) for name in names},
+        new={name: bits_of(after[name]) for name in names},
+    )
 
 
 def checkpoints(old_dir: Path, new_dir: Path) -> Pair:

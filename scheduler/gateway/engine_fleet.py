@@ -490,8 +490,11 @@ class EngineFleet:
 
 
 def dedicated_places(fleet: EngineFleet) -> int:
+    """Turns that the dedicated engines take at once; one whose update failed takes none."""
     return sum(
         member.engine.concurrency
         for member in fleet.members.values()
-        if member.up and member.engine.kind is EngineKind.DEDICATED
+        if member.up
+        and member.engine.kind is EngineKind.DEDICATED
+        and not fleet.policy.fails(member.engine.engine)
     )

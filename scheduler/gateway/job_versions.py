@@ -3,7 +3,6 @@
 import logging
 import math
 import sqlite3
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +22,6 @@ from scheduler.model import BASE_VERSION, EngineKind
 _log = logging.getLogger(__name__)
 _FAULT_CHARS = 200
 """Bound on one engine's fault in a message: engines word parts of it."""
-_TAKEN_KEPT = 64
 
 
 class JobVersions:
@@ -54,8 +52,6 @@ class JobVersions:
         self.other_runs: dict[JobId, str] = {}
         """Why turns are refused, of each job whose trainer began anew: engines hold weights of the
         run before. Until a publish is taken."""
-        self._taken: dict[JobId, deque[str]] = {job: deque(maxlen=_TAKEN_KEPT) for job in jobs}
-        """Hashes of the versions that were taken last: a late repeat is of the same run."""
         rules = {
             job: StoreRule(tenant=given.tenant, pattern=given.stores) for job, given in jobs.items()
         }
@@ -102,10 +98,9 @@ class JobVersions:
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
-                if published.state_hash not in self._taken[job]:
-                    # A trainer that goes on after this would get the other run's samples.
-                    self.other_runs[job] = f"the job's last publish was refused: {refusal}"
-                    await self._on_other_run(job, self.other_runs[job])
+                # A trainer that goes on after this would get the other run's samples.
+                self.other_runs[job] = f"the job's last publish was refused: {refusal}"
+                await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
             if self._takes_engines(job):
                 await self._staging.prepare(wanted, patience_s=SHOWN_S)
@@ -116,8 +111,6 @@ class JobVersions:
             record = partial(self._state.publish, published, activate=serves, owns=owns)
             self._observe(published, record)
             self._owners.note(job, store)
-            if published.state_hash:
-                self._taken[job].append(published.state_hash)
             if new or published.state_hash:
                 self.other_runs.pop(job, None)
             if new:

@@ -68,8 +68,8 @@ class WrittenShare(msgspec.Struct, frozen=True):
 
     shards: list[Shard]
     digests: dict[str, str]
-    failed: bool = False
-    """Whether this rank failed to write its part of an anchor."""
+    fault: str = ""
+    """Why this rank did not write its part of an anchor."""
 
 
 class PublishResult(msgspec.Struct, frozen=True):
@@ -85,9 +85,10 @@ class PublishResult(msgspec.Struct, frozen=True):
 
 
 class Anchored(msgspec.Struct, frozen=True):
-    """The end of a publish; 0 if no anchor was written."""
+    """The end of a publish; 0 if no anchor was written. `fault`: why a due one was not."""
 
     bytes_anchor: int
+    fault: str = ""
 
 
 def entries_of(contents: Contents) -> RankEntries:

@@ -4,6 +4,7 @@ Only rank 0 names a version, so a publish that any rank leaves early has changed
 the ranks' reports; never reads a shard.
 """
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,6 +44,8 @@ from weightsync.publish.agreement import (
 )
 from weightsync.publish.last_published import Contents
 from weightsync.publish.store_writer import StoreWriter
+
+_LOG = logging.getLogger(__name__)
 
 
 class VersionWriter:
@@ -126,8 +129,7 @@ class VersionWriter:
             order.directory, version, order.base, written, state_hash, self._bytes_dense()
         )
         size = _size_bytes(written, small)
-        since_full = version - self.newest_full
-        anchor_due = bool(order.base) and since_full >= self._anchor_every
+        anchor_due = bool(order.base) and version - self.newest_full >= self._anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, even after a failure.
         self._newest = version
@@ -136,12 +138,17 @@ class VersionWriter:
             self._full_versions.add(version)
         self._writer.point_latest(version)
         self._known = self._next
+        anchor_directory = ""
+        if anchor_due:
+            # The version is published: an anchor without a place stays due.
+            with suppress(RoseMuxError):
+                anchor_directory = self._writer.begin(VersionRef(Kind.ANCHOR, version))
         return PublishResult(
             state_hash=state_hash,
             bytes_sent=size,
             bytes_dense=self._bytes_dense(),
             shards=names,
-            anchor_directory=self._anchor_place(version) if anchor_due else "",
+            anchor_directory=anchor_directory,
         )
 
     def commit_anchor(
@@ -150,16 +157,17 @@ class VersionWriter:
         """Make the anchor of the version just published visible; a failure leaves no anchor."""
         version, begun = WeightVersion(order.version), outcome.anchor_directory
         try:
-            if any(part.failed for part in written):
-                raise Exhausted("a rank could not write its part of the anchor")
+            if faults := [part.fault for part in written if part.fault]:
+                raise Exhausted(faults[0])
             _, small = self._complete(
                 begun, version, 0, written, outcome.state_hash, outcome.bytes_dense
             )
             self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
-        except RoseMuxError:
+        except RoseMuxError as error:
             self._writer.sweep()
-            return Anchored(0)
+            return Anchored(0, f"version {version} has no anchor: {error}")
         self._full_versions.add(version)
+        self.prune()
         return Anchored(_size_bytes(written, small))
 
     @property
@@ -199,14 +207,18 @@ class VersionWriter:
         self._writer.sweep()
 
     def prune(self) -> None:
-        """Delete versions older than `keep_versions` that no newer one needs."""
-        doomed = superseded(
-            self._writer.refs(),
-            full_versions=self._full_versions,
-            latest=self._newest,
-            keep_versions=self._keep_versions,
-        )
-        self._remove(doomed)
+        """Delete versions older than `keep_versions` that no newer one needs; what cannot be
+        deleted now is pruned next time."""
+        try:
+            doomed = superseded(
+                self._writer.refs(),
+                full_versions=self._full_versions,
+                latest=self._newest,
+                keep_versions=self._keep_versions,
+            )
+            self._remove(doomed)
+        except RoseMuxError as error:
+            _LOG.warning("old versions stay for now: %s", error)
 
     def _complete(
         self,
@@ -293,13 +305,6 @@ class VersionWriter:
             self._writer.remove(ref)
             if ref.kind is not Kind.SKIP:
                 self._full_versions.discard(ref.version)
-
-    def _anchor_place(self, version: WeightVersion) -> str:
-        try:
-            return self._writer.begin(VersionRef(Kind.ANCHOR, version))
-        except RoseMuxError:
-            # The version is published; the anchor stays due.
-            return ""
 
     def _bytes_dense(self) -> int:
         return sum(spec.size_bytes for spec in self._next.layout.values())

@@ -13,10 +13,10 @@ which stands for all its engines. Importing this module makes the backend known 
 factory (from vLLM 0.27). Weights go to the store; over the client goes only which version it is.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -59,15 +59,18 @@ class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
         return made
 
     def send_weights(self) -> None:
-        """Publishes what the source yields; returns when the engines hold it. Every rank iterates
-        the source, because materialising a shard is a collective."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in self.source:
-            if self._publisher is not None:
-                state[name] = tensor.detach().cpu()
-        if self._publisher is None:
-            return
-        published = self._publisher.publish(state)
+        """Publishes what the source yields, tensor by tensor; returns when the engines hold it.
+
+        Every rank reads the source to its end, because materialising a shard is a collective: where
+        the publisher refuses a tensor too, or the other ranks would wait for this one for ever.
+        """
+        coming = iter(self.source)
+        try:
+            if self._publisher is None:
+                return
+            published = self._publisher.publish(coming)
+        finally:
+            deque(coming, maxlen=0)
         self.client.start_weight_update()
         self.client.update_weights(
             {

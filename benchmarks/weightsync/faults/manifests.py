@@ -136,10 +136,11 @@ def _latest_is_no_file(world: FaultWorld) -> Mend:
 
 
 def _no_file(world: FaultWorld) -> None:
-    """A file is replaced by a directory, or by a link to nothing or to something."""
+    """A file is replaced by a directory, or by a link to nothing or to something. Objects are no
+    links, and one whose reads fail for ever looks like a store that is away."""
     path = world.rng.choice([world.index(world.newest), world.shard(world.newest)])
     path.unlink()
-    choice = world.rng.randrange(4)
+    choice = world.rng.randrange(2 if world.is_object_store else 4)
     if choice == 0:
         path.mkdir()
     elif choice == 1:

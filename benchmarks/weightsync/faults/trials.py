@@ -63,7 +63,7 @@ class Trials:
     total: Tally = field(default_factory=Tally)
     classes: dict[str, Tally] = field(default_factory=dict)
     worlds: dict[str, Tally] = field(default_factory=dict)
-    """By what was struck: files of the store, way of reading, holder."""
+    """Counts for each thing that was struck: files of the store, way of reading, holder."""
     failures: list[str] = field(default_factory=list)
 
     def run(

@@ -146,6 +146,12 @@ class VersionPolicy:
         failed = (at.state is EngineState.FAILED and at.failed == self._target for at in behind)
         return bool(behind) and all(failed)
 
+    def fails(self, engine: EngineId) -> bool:
+        """Whether the engine's last update to the target failed; it may be trying again."""
+        at = self._engines.get(engine)
+        behind = at is not None and at.state is not EngineState.SERVING
+        return at is not None and behind and at.failed == self._target
+
     def published(self, job: JobId) -> JobVersion | None:
         return self._published.get(job)
 

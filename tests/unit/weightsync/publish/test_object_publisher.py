@@ -158,7 +158,7 @@ def test_a_kill_at_any_call_leaves_the_version_before_whole(
     bucket: Bucket, tmp_path: Path, states: tuple[State, ...], same: Same, copy_lasts: bool
 ) -> None:
     """A publish of several files that also writes an anchor and deletes an old version."""
-    options = {"anchor_every": 1, "shard_bytes": 200, "keep_versions": 1}
+    options = {"anchor_every": 2, "shard_bytes": 200, "keep_versions": 1}
     with publisher(**options) as publishing:
         for state in states[:2]:
             publishing.publish(state)
@@ -171,9 +171,8 @@ def test_a_kill_at_any_call_leaves_the_version_before_whole(
         for state in states[:2]:
             publishing.publish(state)
         bucket.before = _at(bucket.calls + call, Killed())
-        with suppress(Killed):
+        with suppress(Killed), publishing:
             publishing.publish(states[2])
-        publishing.close()
         bucket.before, bucket.is_dead = _nothing, False
         found = latest()
         assert found in {2, 3}
@@ -271,7 +270,7 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
 ) -> None:
     """The listing stays empty through two publishers, one of which is killed after its index."""
     bucket.lists_late = True
-    publishing = publisher(anchor_every=2, keep_versions=2)
+    publishing = publisher(anchor_every=3, keep_versions=2)
     for state in states[:3]:
         publishing.publish(state)
     numbers = iter(range(1000))

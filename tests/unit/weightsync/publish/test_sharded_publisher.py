@@ -116,7 +116,11 @@ def test_every_version_of_slices_is_the_whole_model(
     tmp_path: Path, states: tuple[State, ...], same: Same, encoding: Encoding
 ) -> None:
     with Crew(tmp_path, anchor_every=3, encoding=encoding) as crew:
-        done = [_published(crew.publish(shares_of(state))) for state in states[:6]]
+        done = []
+        for state in states[:6]:
+            done.append(_published(crew.publish(shares_of(state))))
+            anchor = tmp_path / f"anchor_v{done[-1].version:06d}"
+            assert anchor.exists() == (done[-1].version == 4), "ranks return with their anchor"
     assert [step.is_full for step in done] == [True] + [False] * 5
     assert [step.bytes_anchor > 0 for step in done] == [False, False, False, True, False, False]
     for version in range(1, 7):
@@ -310,6 +314,7 @@ def test_a_rank_killed_while_it_writes_an_anchor_does_not_take_the_version_back(
     for each in done:
         assert isinstance(each, Published), each
         assert (each.version, each.bytes_anchor) == (2, 0)
+        assert each.anchor_fault.startswith("version 2 has no anchor") or victim == 0
     assert same(_received(tmp_path, 2, states[0]), states[1])
 
 
