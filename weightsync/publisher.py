@@ -81,10 +81,11 @@ class Publisher(AbstractContextManager["Publisher"]):
     `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of
     the shared layout. `copy_dir`: a local directory for a copy that outlives the process.
     `adapter`: the store holds LoRA adapters of that base. `skip_deltas`: also write deltas over
-    several versions, for receivers that have fallen behind. `rank_timeout_s`: bound on rank 0's
-    wait for the slowest rank. `ranks_dir`: a directory that every rank reaches, for their
-    agreement; by default the store's own, which an object store lacks. `write`: writer for files of
-    a directory. `announce`: the job's URL at each gateway
+    several versions, for receivers that have fallen behind. `first_version`: the least number of
+    the next version, for a job that goes on in another store, since its versions only rise.
+    `rank_timeout_s`: bound on rank 0's wait for the slowest rank. `ranks_dir`: a directory that
+    every rank reaches, for their agreement; by default the store's own, which an object store
+    lacks. `write`: writer for files of a directory. `announce`: the job's URL at each gateway
     (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells it of every version, in the background,
     with the bearer token of `announce_token_file`. `check_finite`: refuse a state with NaN or
     infinite elements, by the tensor's name.
@@ -102,6 +103,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         copy_dir: Path | str | None = None,
         adapter: Adapter | None = None,
         skip_deltas: bool = True,
+        first_version: int = 1,
         rank: int = 0,
         ranks: int = 1,
         rank_timeout_s: float = 600.0,
@@ -116,6 +118,8 @@ class Publisher(AbstractContextManager["Publisher"]):
     ) -> None:
         encoding = _checked_encoding(encoding)
         _check(anchor_every, keep_versions, rank, ranks, rank_timeout_s)
+        if not (isinstance(first_version, int) and 1 <= first_version < 10**15):
+            raise ConfigError(f"first_version {first_version!r}: a number from 1")
         for bound in (threads, in_flight_bytes, shard_bytes, 1 if max_bytes is None else max_bytes):
             if not bound >= 1:
                 raise ConfigError(f"threads and bounds in bytes: numbers from 1, not {bound}")
@@ -154,6 +158,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                     writer,
                     anchor_every=anchor_every,
                     keep_versions=keep_versions,
+                    first_version=first_version,
                     max_bytes=max_bytes,
                     encoding=encoding,
                     adapter=adapter,

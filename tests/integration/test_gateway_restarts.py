@@ -86,17 +86,6 @@ async def test_open_turns_of_a_run_that_began_anew_end_with_the_reason() -> None
         assert (await gateway.generate("u", 2))[0] == 409
         assert (await gateway.publish(2, state_hash=OURS))[0] == 200
         assert (await gateway.generate("u", 2))[0] == 200
-<<<<<<< HEAD
-
-
-async def test_a_late_repeat_of_the_same_run_s_earlier_version_stops_no_turn() -> None:
-    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway:
-        await gateway.publish(1, state_hash=OURS)
-        await gateway.publish(2, state_hash="c" * 32)
-        assert (await gateway.publish(1, state_hash=OURS))[0] == 409
-        assert (await gateway.generate("t", 2))[0] == 200
-        assert (await gateway.publish(1, state_hash=OTHER))[0] == 409
-        assert (await gateway.generate("u", 2))[0] == 409
 
 
 async def test_a_dedicated_engine_whose_update_fails_counts_for_no_place() -> None:
@@ -111,5 +100,3 @@ async def test_a_dedicated_engine_whose_update_fails_counts_for_no_place() -> No
         await gateway.until(lambda: demands()[0].dedicated_places == each)
         broken.fail_updates = 0
         await gateway.until(lambda: demands()[0].dedicated_places == 2 * each)
-=======
->>>>>>> parent of d164bf44 (A late repeat of the same run's earlier version stops no turn)

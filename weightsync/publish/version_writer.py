@@ -57,6 +57,7 @@ class VersionWriter:
         *,
         anchor_every: int,
         keep_versions: int,
+        first_version: int,
         max_bytes: int | None,
         encoding: Encoding,
         adapter: Adapter | None,
@@ -69,7 +70,7 @@ class VersionWriter:
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
         # An orphan newer than LATEST keeps its number: numbers are never reused.
-        self._newest = writer.newest()
+        self._newest = max(writer.newest(), WeightVersion(first_version - 1))
         latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
         self._check_kind(latest)
         # No version builds on an orphan, so no chain begins with an orphan.

@@ -212,7 +212,8 @@ class VersionPolicy:
             )
         return (
             f"job {event.job} is at version {before.version} of store {before.store}; "
-            "versions only rise, whatever store they are in; begin a new run as another job"
+            "versions only rise, whatever store they are in; begin a new run as another job, or go "
+            f"on with Publisher(first_version={before.version + 1})"
         )
 
     def observe(self, event: VersionsEvent, *, now: float) -> tuple[VersionsEffect, ...]:

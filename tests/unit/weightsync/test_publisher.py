@@ -548,3 +548,16 @@ def test_a_closed_publisher_publishes_nothing(tmp_path: Path) -> None:
         publisher.publish({"a": torch.ones(3)})
     with pytest.raises(ConfigError, match="closed"):
         publisher.publish({"a": torch.ones(3)})
+
+
+def test_a_job_goes_on_in_another_store_above_its_last_version(tmp_path: Path) -> None:
+    for expected in (41, 42):
+        with Publisher(tmp_path / "new", first_version=41) as publisher:
+            published = publisher.publish({"w": torch.full((8,), float(expected))})
+            assert (published.version, published.is_full) == (expected, True)
+    held = {"w": torch.zeros(8)}
+    receiver = Receiver(tmp_path / "new")
+    receiver.sync(None, WeightVersion(42), TensorTarget(held))
+    assert held["w"].tolist() == [42.0] * 8
+    with pytest.raises(ConfigError, match="first_version 0"):
+        Publisher(tmp_path / "other", first_version=0)
