@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from harvester.contracts.ids import JobId
 from scheduler.gateway import job_versions, version_staging
 from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
 from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut
 from tests.integration.fake_engine import FakeEngine
@@ -397,10 +399,11 @@ class SlowStaging:
         for member in gateway.scheduler.fleet.members.values():
             monkeypatch.setattr(member.client, "stage", self._stage)
 
-    async def _stage(self, *, store: str, version: int, timeout_s: float) -> StageReply:
-        self.prepared.append((store, int(version)))
+    async def _stage(self, wanted: HeldWeights, **_more: Any) -> StageReply:
+        self.prepared.append((wanted.store, wanted.version))
         await asyncio.sleep(0.2)
-        return StageReply(store != "bad", "another model" if store == "bad" else "")
+        is_bad = wanted.store == "bad"
+        return StageReply(not is_bad, "another model" if is_bad else "")
 
 
 async def test_a_version_that_is_published_during_an_activation_is_prepared_too(
