@@ -51,7 +51,7 @@ IN_FLIGHT_BYTES = 64 << 20
 SHARD_BYTES = 32 << 20
 ANNOUNCE_S = 10.0
 _SILENT_S = 3.0
-"""Longest wait for compiled loops without a word: they are loaded in less time."""
+"""Wait for compiled loops before a log line says so: they are loaded in less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._compiling = self._pool.submit(warm_up, widths)
 
     def _await_compiled(self) -> None:
-        """An error of the compiler shows where the loops are called."""
+        """Errors of the compiler are raised where the loops are called first."""
         if self._compiling is not None and wait([self._compiling], _SILENT_S).not_done:
             _LOG.warning("waiting for loops that are being compiled, once for each machine")
             wait([self._compiling])

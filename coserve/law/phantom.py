@@ -55,11 +55,11 @@ class Phantom(NamedTuple):
     """Waits of an arrival, in seconds."""
 
     each_s: float
-    """Any arrival may wait as long."""
+    """Wait that every arrival may have."""
     mean_s: float
-    """Arrivals may wait as long on average."""
+    """Mean wait that arrivals may have."""
     longest_s: float
-    """No arrival may wait longer."""
+    """Upper bound on the wait of any arrival."""
 
     def least(self, other: "Phantom") -> "Phantom":
         return Phantom(*[lesser(one, two) for one, two in zip(self, other, strict=True)])

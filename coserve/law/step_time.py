@@ -154,8 +154,8 @@ class StepTimeModel:
     ) -> int:
         """Largest token count of a step that fits into `budget_s`, 0 to `cap`.
 
-        A scheduler runs its decodes first (one token each) and fills up with prefill. Fewer decodes
-        than there are read less context, which is not counted on: which ones run is not known.
+        A scheduler runs its decodes first (one token each) and fills up with prefill. The whole
+        context counts, because the decodes that will run are not known.
         """
         left_s = budget_s / self.factor - self.base_s
         left_s -= self.context_s * (context_tokens / CONTEXT_UNIT_TOKENS)

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def share_gloo_device(*, ranks: int) -> Iterator[None]:
-    """While the engine makes its groups; `ranks` of all its workers together."""
+    """Enter while the engine creates its process groups. `ranks`: total over its workers."""
     if ranks != 1:
         yield
         return

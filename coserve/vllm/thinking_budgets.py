@@ -28,11 +28,11 @@ def replaying_output(holder: Any) -> None:
 
 
 def kept_apart(holder: Any) -> None:
-    """A row's state goes where its request goes.
+    """Moves the state of a row together with its request.
 
-    vLLM 0.24 to 0.33 keep the state of an ended request where one without a budget moves into its
-    row (the swap alone was mended: vllm#49613). The other request then gets the rest of the forced
-    end as its own tokens, with a log-probability of 0.
+    vLLM 0.24 to 0.33 leave the state of an ended request in its row (vllm#49613 fixed swaps only).
+    A request without a budget that moves into the row then gets the rest of the forced end as its
+    own tokens, with a log-probability of 0.
     """
     sync_batch = holder.sync_batch
 

@@ -182,6 +182,6 @@ def _written(file: Path) -> dict[str, Fields]:
         fields = parse_fields(text, file)
         validated(SlotsFile, fields, text, file)
     except ConfigError as error:  # For example after an upgrade that dropped a field.
-        _log.warning("what was written last is left: %s", error)
+        _log.warning("the last slots file stays as it is: %s", error)
         return {}
     return {slot["name"]: slot for slot in fields["slots"]}

@@ -216,7 +216,7 @@ class Gateway:
         await self._entry.enter()
         jobs, possible = self._scheduler.jobs, self._possible_jobs(request)
         tenants = {jobs[job].tenant for job in possible}
-        # Which of several jobs is meant, the body may say.
+        # The body may name one of several jobs.
         tenant = tenants.pop() if len(tenants) == 1 else OPERATOR
         if self._connections.held >= self._room:
             _tell_once("no room for connections beside %d requests: raise ulimit -n", self._room)

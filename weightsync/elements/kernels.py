@@ -18,8 +18,8 @@ _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _LINE_BYTES = 64
 APPLIED_BYTES = 2 << 10
-"""Changed, then hashed. So little that the memory behind it, which the processor fetches by itself
-while a block is hashed from its start to its end, is there when the next one is changed."""
+"""Bytes that are changed and then hashed at a time. The processor prefetches the next block while
+this one is hashed."""
 _AHEAD_BYTES = 4 << 10
 """Distance of explicit prefetches, in bytes: no processor fetches across a page by itself."""
 _ESCAPE = np.uint64(255)
@@ -89,7 +89,7 @@ def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Byte
     at, after, change = cursor
     while at < np.uint64(gaps.size):
         gap = np.uint64(gaps[at])
-        # An escape adds nothing where it leads to: no branch that depends on the data.
+        # An escape adds 0 at its position, so that no branch depends on the data.
         moves = np.uint64(gap != _ESCAPE)
         then = after + gap + moves
         if then > np.uint64(stop):

@@ -205,7 +205,7 @@ class Intake:
         if not 0 < len(entry) <= MAX_NAME_CHARS or not _is_text(name):
             raise Unsupported(f"tensor name {name[:80]!r}: 1 to {MAX_NAME_CHARS} characters")
         if name in RESERVED_NAMES:
-            raise Unsupported(f"tensor name {name!r}: headers use it themselves")
+            raise Unsupported(f"tensor name {name!r}: the name is reserved for headers")
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         # A conjugated view has the memory of its tensor, with other values.

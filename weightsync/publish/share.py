@@ -207,7 +207,7 @@ class Share:
                 self._check(piece)
             if piece.entry in self._copy.ties:
                 raise self._other_layout(
-                    f"{piece.entry} comes apart from the tensor it was tied to"
+                    f"{piece.entry} no longer shares memory with the tensor it was tied to"
                 )
             if piece.entry not in expected:
                 raise ConfigError(f"{piece.entry} is given twice")

@@ -282,7 +282,7 @@ class Staging:
         published = self._plan.manifest.state_hash
         is_complete = self._table.keys() == self._read.entries.keys()
         if not is_complete or state_hash.combined(self._table, self._read.entries) != published:
-            raise Corrupt(f"the digests of version {self._plan.target} do not lead to {published}")
+            raise Corrupt(f"digests of version {self._plan.target} do not combine to {published}")
 
     def _expected(self) -> Expected:
         if self._held.is_everything:

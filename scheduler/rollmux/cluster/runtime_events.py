@@ -68,7 +68,7 @@ class OrderMove(Placement, frozen=True, kw_only=True, tag="order_move"):
 
 
 class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
-    """The job is gone; how it fared by its last phase that ended."""
+    """The job has left; its slow-down at the end of its last phase."""
 
     job: JobId
     slowdown: float

@@ -38,7 +38,7 @@ class Enter(StrictStruct, frozen=True, kw_only=True, tag="enter"):
 
 
 class Withdraw(StrictStruct, frozen=True, kw_only=True, tag="withdraw"):
-    """The worker that asked waits no more; a permit that it has not heard of ends too."""
+    """The worker that asked waits no more; a permit that it has not received ends too."""
 
     job: JobId
     holder: str
@@ -117,7 +117,7 @@ class PermitEndReason(StrEnum):
     FAILED = "failed"
     """The phase reported its own failure."""
     SILENT = "silent"
-    """The holder was not heard for a lease."""
+    """The holder has not called for a lease."""
     OVERRAN = "overran"
     """Asked to end for its length, and not completed since."""
     LEFT = "left"

@@ -200,7 +200,7 @@ class PermitPolicy:
             case WatchdogVerdict.WELL:
                 return []
             case WatchdogVerdict.SILENT:
-                reason = f"not heard for {config.lease_s:g} s"
+                reason = f"no call for {config.lease_s:g} s"
                 return [fail(table, permit, PermitEndReason.SILENT, reason, now=now)]
             case WatchdogVerdict.OUT_OF_GRACE:
                 reason = f"ran for {lasted_s:.1f} s and did not end on request"

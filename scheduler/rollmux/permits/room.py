@@ -105,7 +105,7 @@ def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableT
     alone = not holder.accelerators and not any(map(table.has_tail, holder.nodes))
     if not alone or count >= len(holder.nodes) * phase.accelerators:
         return None
-    # Most is kept of the nodes that the fewest wait for.
+    # Accelerators are kept first on the nodes with the fewest waiting jobs.
     order = sorted(holder.nodes, key=lambda node: (len(table.waiting_at(node, now)), node))
     return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
 

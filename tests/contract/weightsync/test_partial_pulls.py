@@ -348,7 +348,7 @@ def test_digests_that_do_not_lead_to_the_state_are_refused(copied: Path) -> None
     selection = SHARES["ep 1 of 4"]
     receiver, held = Receiver(copied, selection=selection), blank(selection)
     receiver.sync(None, ONE, TensorTarget(held))
-    with pytest.raises(Corrupt, match="do not lead to"):
+    with pytest.raises(Corrupt, match="do not combine to"):
         receiver.sync(ONE, TWO, TensorTarget(held))
     assert same(held, part(STATES[0], selection))
 

@@ -1,5 +1,6 @@
 """docs/architecture.md has the transitions of the policies, the packages and their sizes."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,3 +66,10 @@ def test_the_sizes_of_the_packages_are_those_of_the_tree(
         count = sum(path.read_bytes().count(b"\n") for path in found)
         assert count == pytest.approx(int(lines.replace(",", "")), rel=0.03), package
         assert len(found) == pytest.approx(int(files), rel=0.03), package
+
+
+def test_rollmux_has_as_many_message_types_as_the_page_says(repository: Path) -> None:
+    """Records with a tag, which travel between workers, control and policies."""
+    rollmux = (repository / "scheduler/rollmux").rglob("*.py")
+    tagged = sum(len(re.findall(r"^class .*\btag=", path.read_text(), re.M)) for path in rollmux)
+    assert f"files, {tagged} message types" in (repository / PAGE).read_text()

@@ -396,7 +396,7 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
         ({"layer.lora_A.weight": torch.zeros(2)}, "LoRA"),
         ({"x" * 600: torch.zeros(2)}, "1 to 512 characters"),
         ({"w": torch.zeros(2, device="meta")}, "meta device"),
-        ({"rosemux.packed": torch.zeros(2)}, "headers use it themselves"),
+        ({"rosemux.packed": torch.zeros(2)}, "the name is reserved for headers"),
         ({"w\ud800": torch.zeros(2)}, "1 to 512 characters"),
         ({7: torch.zeros(2)}, "names are strings"),
         ({"w": torch.eye(2).to_sparse()}, "publish it dense"),
