@@ -61,5 +61,8 @@ class VersionStaging:
                 member.client.stage(store=wanted.store, version=wanted.version, timeout_s=STAGE_S)
             )
             for member in self._fleet.members.values()
-            if member.up and member.engine.kind is kind
+            # A guest is proved to be the slot's when it is described.
+            if member.up
+            and member.engine.kind is kind
+            and (member.is_described or kind is EngineKind.DEDICATED)
         ]
