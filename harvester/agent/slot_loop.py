@@ -150,6 +150,7 @@ class Slot:
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.
         self._stop = binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
+        self._leases.stop(self.name, "" if self._stop is None else self._stop.text, now=now)
         sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
