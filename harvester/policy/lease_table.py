@@ -30,9 +30,8 @@ MAX_REMEMBERED = 1024
 """Ended leases and answered requests that a late repetition may still ask about."""
 
 HOLD_S = 120.0
-"""A lease under an order to hold is renewed for so long. It is time for nearly all turns to end where
-they run; after it even a holder that ignores the order, as gateways from before it do, has to move
-them."""
+"""A lease under an order to hold is renewed for so long. Nearly all turns end where they run in
+this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
 _MOST_STEP = 1 << 32
 """A scheduler counts its allotments one by one, from the number that the slot reports, or from its
