@@ -38,6 +38,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
+from harvester.distribution import rosemux_version
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import (
     Effect,
@@ -349,6 +350,7 @@ class Slot:
             config_hash=config_hash(config),
             snapshot=self.policy.snapshot(),
             restart_needed=self._restart_needed,
+            version=rosemux_version(),
         )
 
 
