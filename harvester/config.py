@@ -261,7 +261,7 @@ class SlotConfig(FrozenSettings):
 def _of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
     """Fields and values that a slot shares with no other. A gate knows the production of its own
     page directory alone: on a GPU of two slots each guest would miss one production."""
-    for field in ("engine_url", "offered_url", "metrics_url", "memory_group"):
+    for field in ("engine_url", "offered_url", "memory_group"):
         if value := getattr(slot, field):
             yield field, str(value).rstrip("/").replace("//localhost:", "//127.0.0.1:")
     for uuid in slot.guest.gpus if slot.guest is not None else ():

@@ -155,7 +155,6 @@ _KV = "kvcached: {{production: [{}], guest: {}, total_bytes: 1000}}"
             "engine_url: slots a and b both have http://127.0.0.1:8001",
         ),
         ("offered_url: https://n:8443", "offered_url: https://n:8443", "offered_url: slots a"),
-        ("metrics_url: http://h:1/m", "metrics_url: http://h:1/m", "metrics_url: slots a and b"),
         ("memory_group: /g", "memory_group: /g/", "memory_group: slots a and b both have /g"),
         (_KV.format("p", "g"), _KV.format("q", "p"), "kvcached: slots a and b both have p"),
     ],
@@ -175,7 +174,7 @@ def test_two_slots_with_what_only_one_may_have_are_refused_by_name(
 
 
 def test_slots_that_share_what_they_may_are_two(write: Any) -> None:
-    shared = "service: s, model: m, mps: {pipe_directory: /mps}"
+    shared = "service: s, metrics_url: http://h:1/m, mps: {pipe_directory: /mps}"
     slots = f"slots: [{{name: a, {shared}}}, {{name: b, {shared}, engine_url: 'http://h:1'}}]"
     assert len(load_agent_config(write(slots), environment={}).slots) == 2
 
