@@ -3,6 +3,7 @@
 import grp
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -257,6 +258,18 @@ class SlotConfig(FrozenSettings):
         return tuple(sorted(pulses))
 
 
+def _of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
+    """Fields and values that a slot shares with no other. A gate knows the production of its own
+    page directory alone: on a GPU of two slots each guest would miss one production."""
+    for field in ("engine_url", "offered_url", "memory_group"):
+        if value := getattr(slot, field):
+            yield field, str(value).rstrip("/").replace("//localhost:", "//127.0.0.1:")
+    for uuid in slot.guest.gpus if slot.guest is not None else ():
+        yield "guest.gpus", uuid
+    for name in (*slot.kvcached.production, slot.kvcached.guest) if slot.kvcached else ():
+        yield "kvcached", name
+
+
 def _is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -318,6 +331,12 @@ class AgentConfig(FrozenSettings):
         own = {self.kill_switch, self.stop_path, self.page_root / LAUNCH_DIRECTORY}
         if taken := [slot.name for slot in self.slots if self.pages_of(slot) in own]:
             raise ValueError(f"slots: {taken[0]}: its pages are the agent's own: rename the slot")
+        first: dict[tuple[str, str], str] = {}
+        for slot in self.slots:
+            for field, value in _of_one_slot(slot):
+                if (other := first.setdefault((field, value), slot.name)) != slot.name:
+                    both = f"slots {other} and {slot.name} both have {value}"
+                    raise ValueError(f"slots: {field}: {both}: each slot needs its own")
         return self
 
     @property

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened, config_hash
+from harvester.distribution import rosemux_version
 
 _log = logging.getLogger(__name__)
 
@@ -128,4 +129,5 @@ class DecisionLog:
             snapshot=snapshot,
             missing=self.missing,
             t_s=now,
+            version=rosemux_version(),
         )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
 """A guest's `IsolationBackend`; None if the variable is unset."""
+SLOT_VARIABLE = "ROSEMUX_SLOT"
+"""A guest's slot, which it names to gateways."""
 
 
 class Role(StrEnum):

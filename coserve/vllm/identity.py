@@ -9,12 +9,15 @@ Changes nothing else and calls nothing of vLLM's engine.
 """
 
 import json
+import os
 import secrets
 
 import msgspec
 
 from coserve.vllm import continuation
+from coserve.vllm.environment import SLOT_VARIABLE
 from coserve.vllm.middleware import App, Message, Receive, Scope, Send, reply_json
+from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
 from harvester.contracts.wire.engines import (
     CONTINUATION_FEATURE,
     ENGINE_HEADER,
@@ -51,6 +54,8 @@ class IdentityMiddleware:
         self._app = app
         self._instance = secrets.token_hex(8)
         self._weight_calls = 0
+        guest = os.environ.get(ROLE_VARIABLE) == GUEST_ROLE
+        self._slot = os.environ.get(SLOT_VARIABLE, "") if guest else ""
 
     @property
     def identity(self) -> str:
@@ -62,7 +67,9 @@ class IdentityMiddleware:
             return
         path: str = scope["path"].rstrip("/")
         if scope["method"] == "GET" and path.endswith(ENGINE_ROUTE):
-            report = EngineReport(identity=self.identity, description=_description(scope))
+            report = EngineReport(
+                identity=self.identity, description=_description(scope), slot=self._slot
+            )
             await reply_json(send, 200, msgspec.json.encode(report), _header(self.identity))
         elif scope["method"] == "POST" and path.rpartition("/")[2] in _WEIGHT_CALLS:
             await self._weight_call(scope, receive, send)

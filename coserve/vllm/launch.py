@@ -11,7 +11,7 @@ from pathlib import Path
 from coserve.guest.isolation import Isolation
 from coserve.vllm import residency
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, Role
+from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, SLOT_VARIABLE, Role
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 from harvester.contracts.stock_fallback import ROLE_VARIABLE
@@ -112,7 +112,12 @@ def production(spec: EngineSpec, *, pages: Path, shared_kv: str = "") -> EngineC
 
 
 def guest(
-    spec: EngineSpec, *, pages: Path, weights: Path, isolation: Isolation | None = None
+    spec: EngineSpec,
+    *,
+    pages: Path,
+    weights: Path,
+    isolation: Isolation | None = None,
+    slot: str = "",
 ) -> EngineCommand:
     """A rollout engine on a production slot, gated by the slot's pages.
 
@@ -129,11 +134,11 @@ def guest(
         WORKER_EXTENSION,
         *IDENTITY,
     )
-    slot = _slot(spec, Role.GUEST, pages)
+    within = _slot(spec, Role.GUEST, pages) | ({SLOT_VARIABLE: slot} if slot else {})
     under: dict[str, str] = {}
     if isolation is not None:
         under = {ISOLATION_VARIABLE: isolation.backend, **dict(isolation.environment)}
-    environment = _environment(spec) | _compiler(spec) | slot | _weights(weights) | under
+    environment = _environment(spec) | _compiler(spec) | within | _weights(weights) | under
     return EngineCommand(arguments, environment)
 
 

@@ -38,6 +38,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
+from harvester.distribution import rosemux_version
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import (
     Effect,
@@ -150,6 +151,7 @@ class Slot:
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.
         self._stop = binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
+        self._leases.stop(self.name, "" if self._stop is None else self._stop.text, now=now)
         sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
@@ -349,6 +351,7 @@ class Slot:
             config_hash=config_hash(config),
             snapshot=self.policy.snapshot(),
             restart_needed=self._restart_needed,
+            version=rosemux_version(),
         )
 
 

@@ -78,7 +78,13 @@ def guest(
         gpu=planned.gpu,
         extra_arguments=(*_ranks(settings.gpus), *wanted.arguments),
     )
-    command = launch.guest(spec, pages=pages, weights=wanted.weights, isolation=planned.isolation)
+    command = launch.guest(
+        spec,
+        pages=pages,
+        weights=wanted.weights,
+        isolation=planned.isolation,
+        slot=chosen.name,
+    )
     command = replace(command, environment=command.environment | owners.variable())
     for note in _notes(chosen, planned, pages, owners):
         console.print(f"- {note}", soft_wrap=True, highlight=False)

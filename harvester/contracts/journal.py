@@ -50,6 +50,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """Decisions before this line that could not be written."""
     t_s: float | None = None
     """Reading of the decisions' clock at `wall`, in seconds; None if the writer gave none."""
+    version: str = ""
+    """RoseMux's, of the writer; "" from one before this field."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):

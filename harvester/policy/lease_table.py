@@ -29,6 +29,9 @@ from harvester.policy.sample import LeaseView
 MAX_REMEMBERED = 1024
 """Ended leases and answered requests that a late repetition may still ask about."""
 
+HOLD_S = 120.0
+"""A lease under an order to hold is renewed for so long. Nearly all turns end where they run in
+this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
 _MOST_STEP = 1 << 32
 """A scheduler counts its allotments one by one, from the number that the slot reports, or from its
@@ -65,6 +68,9 @@ class SlotEntry:
     state: SlotState = SlotState.OFF
     reason: str = "starting"
     lease: SlotLease | None = None
+    stop: str = ""
+    """The order to stop that binds the slot and its lease."""
+    stopped_at_s: float = 0.0
     number: int = 0
     """Highest number of an allotment that was received."""
 
@@ -109,6 +115,13 @@ class LeaseTable:
         """Set whether the slot may be leased; a live lease stays."""
         entry = self._slots[slot]
         entry.state, entry.reason = state, reason
+
+    def stop(self, slot: SlotId, order: str, *, now: float) -> None:
+        """Set the order to stop that binds the slot and its lease; "" without one."""
+        entry = self._slots[slot]
+        if not entry.stop:
+            entry.stopped_at_s = now
+        entry.stop = order
 
     def take(
         self, request: LeaseRequest, *, secret: str, stop: str = "", now: float
@@ -172,6 +185,8 @@ class LeaseTable:
         entry, held = found
         if renewal.epoch != held.epoch:
             return LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
+        if entry.stop and now - entry.stopped_at_s >= HOLD_S and held.ending is None:
+            held = entry.lease = replace(held, ending=EndReason.DRAIN)
         if held.ending is not None:
             return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
         ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
@@ -234,7 +249,7 @@ class LeaseTable:
         """State as a scheduler sees it, its reason and the epoch."""
         entry = self._slots[slot]
         if entry.lease is not None:
-            return SlotState.LEASED, entry.reason, entry.epoch
+            return SlotState.LEASED, entry.stop or entry.reason, entry.epoch
         return entry.state, entry.reason, entry.epoch
 
     def _repeated(

@@ -10,7 +10,14 @@ from operator import attrgetter, le
 
 import msgspec
 
-from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_of, latest_cores
+from harvester.contracts.page import (
+    EngineCore,
+    PageFault,
+    ProductionModel,
+    Pulse,
+    engine_of,
+    latest_cores,
+)
 from harvester.policy.sample import SCRAPED_PULSE, PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
@@ -295,8 +302,14 @@ def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
 def _silence(readings: tuple[PulseReading, ...]) -> str:
     if not readings:
         return "no pulse is expected or present"
-    faults = [f"{r.name} {r.fault or 'missing'}" for r in readings if r.record is None]
-    return ", ".join(faults)
+    absent = [reading for reading in readings if reading.record is None]
+    faults = ", ".join(f"{r.name} {r.fault or 'missing'}" for r in absent)
+    fresh = {engine_of(reading.name) for reading in readings if reading.record is not None}
+    expired = {engine_of(r.name) for r in absent if r.fault is PageFault.EXPIRED}
+    if fresh and expired - fresh:
+        # An engine that was renamed leaves its page.
+        faults += ": remove the page of an engine that is gone"
+    return faults
 
 
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:

@@ -363,7 +363,8 @@ class EngineFleet:
         fault, died = "", False
         try:
             if not member.is_described:
-                member.description = await member.client.describe()
+                guest_of = member.lease.slot if member.lease is not None else None
+                member.description = await member.client.describe(guest_of)
                 member.is_described = True
             if fault := self._review_clash(member):
                 raise EngineLost(fault)

@@ -62,5 +62,8 @@ class VersionStaging:
         return [
             self._fleet.spawn(member.client.stage(held, timeout_s=STAGE_S, adapter=adapter))
             for member in self._fleet.members.values()
-            if member.up and member.engine.kind is kind
+            # A guest is proved to be the slot's when it is described.
+            if member.up
+            and member.engine.kind is kind
+            and (member.is_described or kind is EngineKind.DEDICATED)
         ]

@@ -51,6 +51,8 @@ class Replayed:
     decisions: int
     effects: int
     difference: Difference | None
+    version: str = ""
+    """The writer's, at the last decision; "" if unknown."""
 
 
 def replay_journal(path: Path) -> Replayed:
@@ -59,11 +61,12 @@ def replay_journal(path: Path) -> Replayed:
     Raises Corrupt where the file is no journal, Unsupported where its policy is not known here.
     """
     policy: Policy | None = None
+    version = ""
     decisions = effects = 0
     for number, line in enumerate(read_journal(path), start=1):
         match line:
             case Opened():
-                policy = _open(line, path, number)
+                policy, version = _open(line, path, number), line.version
             case Decided():
                 if policy is None:
                     raise Corrupt(f"{path.name} line {number}: a decision before 'opened'")
@@ -74,8 +77,10 @@ def replay_journal(path: Path) -> Replayed:
                     difference = Difference(
                         line=number, t_s=line.t_s, recorded=line.effects, replayed=replayed
                     )
-                    return Replayed(decisions=decisions, effects=effects, difference=difference)
-    return Replayed(decisions=decisions, effects=effects, difference=None)
+                    return Replayed(
+                        decisions=decisions, effects=effects, difference=difference, version=version
+                    )
+    return Replayed(decisions=decisions, effects=effects, difference=None, version=version)
 
 
 def _open(line: Opened, path: Path, number: int) -> Policy:

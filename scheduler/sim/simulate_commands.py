@@ -32,6 +32,7 @@ def replay(
 def _repeat(journal: Path) -> None:
     import msgspec
 
+    from harvester.distribution import rosemux_version
     from scheduler.sim.replay import replay_journal
 
     replayed = replay_journal(journal)
@@ -42,6 +43,9 @@ def _repeat(journal: Path) -> None:
     typer.echo(f"{journal.name} line {difference.line}, t={difference.t_s} s differs")
     typer.echo(f"  recorded: {msgspec.json.encode(difference.recorded).decode()}")
     typer.echo(f"  replayed: {msgspec.json.encode(difference.replayed).decode()}")
+    if replayed.version != (here := rosemux_version()):
+        wrote = replayed.version or "an earlier version"
+        typer.echo(f"  the journal is of {wrote}, this is {here}, which may decide otherwise")
     raise typer.Exit(1)
 
 

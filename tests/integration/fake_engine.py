@@ -49,6 +49,9 @@ class FakeEngine:
         self.prefill_s = 0.0
         """Delay to the first token of each request, in s."""
         self.epoch = epoch
+        """The lease's epoch that it fences, as a guest does; None: it is no guest."""
+        self.slot = ""
+        """The slot whose guest it says that it is."""
         self.version = 0
         self.updated: dict[str, Any] | None = None
         self.stored_hash = ""
@@ -106,6 +109,7 @@ class FakeEngine:
                 web.get("/metrics", self.say_metrics),
                 web.get("/metrics/", self.say_metrics),
                 web.get("/rosemux/engine", self.say_engine),
+                web.post("/v1/completions/derender", self.fence),
                 web.post("/collective_rpc", self.call_workers),
                 web.get("/_fake", self.look),
                 web.post("/_fake", self.set),
@@ -174,7 +178,17 @@ class FakeEngine:
             "features": ["rosemux-weights"],
         }
         identity = self.reported_identity or self.identity
-        return web.json_response({"identity": identity, "description": description})
+        report = {"identity": identity, "description": description, "slot": self.slot}
+        return web.json_response(report)
+
+    async def fence(self, request: web.Request) -> web.Response:
+        """Acts like coserve's EpochMiddleware before a route that samples nothing."""
+        return self.stale(request) or web.json_response({"error": "no output"}, status=400)
+
+    def stale(self, request: web.Request) -> web.Response | None:
+        if self.epoch is None or request.headers.get("X-RoseMux-Epoch") == self.epoch:
+            return None
+        return web.json_response({"error": f"epoch in force is {self.epoch}"}, status=409)
 
     async def say_models(self, _request: web.Request) -> web.Response:
         told = self.context if self.told_context is None else self.told_context
@@ -269,8 +283,8 @@ class FakeEngine:
         return ""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if self.epoch is not None and request.headers.get("X-RoseMux-Epoch") != self.epoch:
-            return web.json_response({"error": f"epoch in force is {self.epoch}"}, status=409)
+        if (refusal := self.stale(request)) is not None:
+            return refusal
         body = await request.json()
         self.models.append(body.get("model"))
         sampling = body["sampling_params"]

@@ -89,6 +89,39 @@ async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives
     assert said["leases"] == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        ({"stock": True}, "no RoseMux guest at this URL: check engine_url"),
+        ({}, "an engine that is no guest at this URL"),
+        ({"epoch": "1", "slot": "another"}, "the guest of slot 'another' at this URL"),
+        ({"epoch": "1", "slot": "slot"}, ""),
+    ],
+    ids=["production", "a dedicated engine", "another slot's guest", "its guest"],
+)
+async def test_an_offered_engine_proves_that_it_is_the_slots_guest_before_anything_is_sent(
+    fake_engine, gateway, fake_agent, engine, fault
+) -> None:
+    dedicated, other = fake_engine(step_s=0.01), fake_engine(step_s=0.01)
+    await other.post("/_fake", engine)
+    fake_agent.engine_url = other.url
+    service = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(14)]
+    if not fault:
+        await other.until("/_fake", lambda looked: looked["open"] == 4)
+    else:
+        await service.until(
+            "/v1/status", lambda s: any(fault in each["fault"] for each in s["engines"].values())
+        )
+    # Version 0 has no weight call: the next one has.
+    await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    replies = await asyncio.gather(*turns)
+    assert [status for status, _ in replies] == [200] * len(turns)
+    looked = await other.get("/_fake")
+    assert (looked["most_open"] == 0, looked["calls"] == []) == (bool(fault), bool(fault))
+    assert (looked["staged"] == []) == bool(fault)
+
+
 async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
     fake_engine, gateway, fake_agent, another_agent, tmp_path
 ) -> None:

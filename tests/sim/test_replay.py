@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from harvester.contracts.errors import Corrupt, Unsupported
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.distribution import rosemux_version
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.policy.capacity import CapacityPolicy, CapacitySample, Demand, OfferedSlot
 from scheduler.model import Lease
@@ -134,3 +135,9 @@ def test_the_command_says_identical_or_shows_both_sides_and_fails(tmp_path: Path
     result = CliRunner().invoke(app, [str(path)])
     assert result.exit_code == 1
     assert "line 2" in result.output
+    assert "the journal is of" not in result.output
+    for version, said in (("0.0.9", "the journal is of 0.0.9"), ("", "of an earlier version")):
+        _rewrite(path, 1, lambda body, version=version: body.update(version=version))
+        result = CliRunner().invoke(app, [str(path)])
+        assert said in result.output
+        assert f"this is {rosemux_version()}" in result.output

@@ -52,3 +52,5 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     identity: str
     """Value of `ENGINE_HEADER`."""
     description: EngineDescription
+    slot: str = ""
+    """The slot whose guest it is, where `rosemux guest` started it."""

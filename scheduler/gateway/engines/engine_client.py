@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_of, reason_of
-from harvester.contracts.ids import Epoch
+from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.wire.engines import (
     ENGINE_HEADER,
     WEIGHTS_FEATURE,
@@ -244,12 +244,18 @@ class EngineClient:
         except PeerProtocolError as error:
             raise EngineLost(str(error)) from error
 
-    async def describe(self) -> EngineDescription:
-        """Raises EngineLost."""
+    async def describe(self, guest_of: SlotId | None) -> EngineDescription:
+        """`guest_of`: the slot whose guest it must be. Raises EngineLost, also for another engine,
+        which may be production."""
         try:
-            report, _ = await self._identity_client.report()
+            report, stamped = await self._identity_client.report()
+            fault = ""
+            if guest_of is not None:
+                fault = await self._identity_client.guest_fault(guest_of, report, stamped=stamped)
         except _BROKEN as error:
             raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
+        if fault:
+            raise EngineLost(fault)
         return report.description
 
     async def changed(self, *, frugal: bool = False) -> Change:

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
+from harvester.contracts.ids import SlotId
 from harvester.contracts.wire.engines import (
     ENGINE_ROUTE,
     EngineDescription,
@@ -26,6 +27,9 @@ _MOST_BYTES = 8 << 20
 _MOST_IDENTITY_CHARS = 200
 _COUNTED = re.compile(r"[^.\s]+\.\d+")
 _STARTED = b"process_start_time_seconds "
+_FENCED = "/v1/completions/derender"
+"""A route at which every guest refuses a request without its lease's epoch, and at which no engine
+steps; an engine proxy passes it on."""
 
 T = TypeVar("T")
 
@@ -99,6 +103,21 @@ class IdentityClient:
             raise PeerProtocolError(f"{ENGINE_ROUTE}: HTTP {status}")
         description = await self._stock_description()
         return EngineReport(identity=await self.start_time(), description=description), False
+
+    async def guest_fault(self, slot: SlotId, report: EngineReport, *, stamped: bool) -> str:
+        """Why the engine that reported is not the slot's guest; "" if it is. A guest that names no
+        slot proves by its refusal that it is a guest; the lease's epoch tells its slot."""
+        at = "at this URL: check engine_url"
+        if not stamped:
+            return f"no RoseMux guest {at}"
+        if report.slot:
+            # Where two agents name a slot alike, the gateway knows it as AGENT.SLOT.
+            same = slot == report.slot or slot.endswith(f".{report.slot}")
+            return "" if same else f"the guest of slot {report.slot[:64]!r} {at}"
+        async with self._peer.post(_FENCED, json={}, timeout=self._timeout) as response:
+            if response.status == 503:
+                return "its guest has no grant, or cannot answer: HTTP 503"
+            return "" if response.status == 409 else f"an engine that is no guest {at}"
 
     async def start_time(self) -> str:
         """Start time of a stock engine's process, from its metrics; "" without it."""

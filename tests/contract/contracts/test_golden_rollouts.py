@@ -71,10 +71,10 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         b'{"version":5,"engines":{"e":"switched"},"active":true}',
     ),
     (
-        Opened(actor="a", policy="p", config={"k": 1}, config_hash="h", wall="w"),
+        Opened(actor="a", policy="p", config={"k": 1}, config_hash="h", wall="w", version="1"),
         (
             b'{"type":"opened","schema":1,"actor":"a","policy":"p","config":{"k":1},"config_hash":"h",'
-            b'"snapshot":null,"wall":"w","restart_needed":[],"missing":0,"t_s":null}'
+            b'"snapshot":null,"wall":"w","restart_needed":[],"missing":0,"t_s":null,"version":"1"}'
         ),
     ),
     (

@@ -134,11 +134,12 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
                 logprobs_mode="processed_logprobs",
                 features=("lora",),
             ),
+            slot="s",
         ),
         (
             b'{"identity":"a.1","description":{"model":"m","architecture":"A",'
             b'"context_tokens":4096,"vocabulary":512,"dtype":"bfloat16",'
-            b'"logprobs_mode":"processed_logprobs","features":["lora"]}}'
+            b'"logprobs_mode":"processed_logprobs","features":["lora"]},"slot":"s"}'
         ),
     ),
     (

@@ -110,7 +110,7 @@ async def says_what_fits_it_and_stays_the_same_engine(client: EngineClient) -> N
 
 
 async def a_context_that_is_full_ends_a_turn_with_length(client: EngineClient) -> None:
-    context = (await client.describe()).context_tokens
+    context = (await client.describe(None)).context_tokens
     prompt = tuple(each % 32 + 3 for each in range(context - 4))
     choices = await collect(client, attempt(64, prompt=prompt, seed=None, ignore_eos=True), "g")
     made = sum(len(choice.token_ids or ()) for choice in choices)

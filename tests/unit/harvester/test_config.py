@@ -137,6 +137,48 @@ def test_a_mistake_names_its_field_and_line(write: Any, text: str, says: str) ->
     assert says in str(caught.value)
 
 
+_GUEST = "model: /m, weights: /w, context_tokens: 4096, kv_cache_bytes: 1000"
+_KV = "kvcached: {{production: [{}], guest: {}, total_bytes: 1000}}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            f"guest: {{{_GUEST}, gpus: [GPU-1, GPU-2]}}",
+            f"guest: {{{_GUEST}, gpus: [GPU-2]}}",
+            "guest.gpus: slots a and b both have GPU-2: each slot needs its own",
+        ),
+        (
+            "engine_url: http://localhost:8001",
+            "engine_url: http://127.0.0.1:8001/",
+            "engine_url: slots a and b both have http://127.0.0.1:8001",
+        ),
+        ("offered_url: https://n:8443", "offered_url: https://n:8443", "offered_url: slots a"),
+        ("memory_group: /g", "memory_group: /g/", "memory_group: slots a and b both have /g"),
+        (_KV.format("p", "g"), _KV.format("q", "p"), "kvcached: slots a and b both have p"),
+    ],
+)
+def test_two_slots_with_what_only_one_may_have_are_refused_by_name(
+    tmp_path: Path, write: Any, first: str, second: str, says: str
+) -> None:
+    slots = f"slots: [{{name: a, {first}}}, {{name: b, {second}}}]\n"
+    with pytest.raises(ConfigError) as caught:
+        load_agent_config(write(slots), environment={})
+    assert says in str(caught.value)
+    one, more = f"slots: [{{name: a, {first}}}]\n", f"slots: [{{name: b, {second}}}]\n"
+    (tmp_path / "slots.yaml").write_text(more)
+    with pytest.raises(ConfigError, match=r"slots\.yaml") as caught:
+        load_agent_config(write(f"{one}slots_file: {tmp_path / 'slots.yaml'}\n"), environment={})
+    assert says in str(caught.value)
+
+
+def test_slots_that_share_what_they_may_are_two(write: Any) -> None:
+    shared = "service: s, metrics_url: http://h:1/m, mps: {pipe_directory: /mps}"
+    slots = f"slots: [{{name: a, {shared}}}, {{name: b, {shared}, engine_url: 'http://h:1'}}]"
+    assert len(load_agent_config(write(slots), environment={}).slots) == 2
+
+
 def test_a_missing_file_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read configuration .*absent\.yaml"):
         load_agent_config(tmp_path / "absent.yaml", environment={})

@@ -111,6 +111,15 @@ async def test_every_reply_carries_the_identity_of_the_route(engine, middleware)
     assert (await ask(middleware, "/health", method="GET")).identity == told
 
 
+@pytest.mark.parametrize(("role", "slot"), [("guest", "slot0"), ("production", ""), (None, "")])
+async def test_a_guest_names_its_slot(engine, monkeypatch, role, slot) -> None:
+    monkeypatch.setenv("ROSEMUX_SLOT", "slot0")
+    if role is not None:
+        monkeypatch.setenv("ROSEMUX_ROLE", role)
+    reply = await ask(IdentityMiddleware(engine), ENGINE_ROUTE, method="GET")
+    assert msgspec.json.decode(reply.body, type=EngineReport).slot == slot
+
+
 async def test_two_processes_never_share_an_identity(engine) -> None:
     assert len({await identity_of(IdentityMiddleware(engine)) for _ in range(100)}) == 100
 

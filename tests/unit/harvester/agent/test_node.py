@@ -156,6 +156,15 @@ def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> Non
     assert (stage.node.leases.live(SLOT) is not None) == (text == "hold\n")
 
 
+def test_a_held_slot_names_the_order_while_it_is_leased(stage: Stage) -> None:
+    stage.harvest()
+    (stage.switch.parent / "stop").write_text("hold new driver")
+    stage.beats()
+    offer = stage.node.slots[0].offer()
+    assert offer.state == "leased"
+    assert "new driver" in offer.reason
+
+
 def test_a_slow_directory_of_users_holds_no_order_up(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

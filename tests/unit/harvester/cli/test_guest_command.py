@@ -310,6 +310,7 @@ def test_starts_the_engine_and_leaves_nothing(
     environment, arguments = started["environment"], started["arguments"]
     assert environment["ROSEMUX_ISOLATION"] == "mps"
     assert environment["ROSEMUX_PAGE_DIR"] == str(tmp_path / "pages/slot0")
+    assert environment["ROSEMUX_SLOT"] == "slot0"
     assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(daemon.pipes)
     assert arguments[arguments.index("--max-num-seqs") + 1] == "4"
     assert started["policy"] == os.SCHED_BATCH, "a GPU guest ranks below production on the host"

@@ -176,6 +176,35 @@ def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(leases: LeaseTa
     assert [reason for _, reason in leases.news()] == [EndReason.DRAIN]
 
 
+def test_a_held_lease_is_renewed_for_two_minutes_and_names_the_order_meanwhile(
+    leases: LeaseTable,
+) -> None:
+    """A gateway from before the order renews as if there were none."""
+    lease = granted(take(leases, request("r1"), now=0.0))
+    renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
+    for now in range(1, 125):
+        if now >= 5:
+            leases.stop(SLOT, "hold by alice", now=now)
+        granted(leases.renew(lease.lease, renewal, now=now))
+        leases.offer(SLOT, SlotState.OFFERED, "clear")
+        reason = "hold by alice" if now >= 5 else "clear"
+        assert leases.entry(SLOT)[:2] == (SlotState.LEASED, reason)
+    ended = leases.renew(lease.lease, renewal, now=125)
+    assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=9.0)
+    leases.expire(now=134)
+    assert [reason for _, reason in leases.news()] == [EndReason.DRAIN]
+
+
+def test_an_order_that_was_lifted_in_time_ends_no_lease(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
+    renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
+    for now in range(1, 240):
+        leases.stop(SLOT, "hold" if now != 115 else "", now=now)
+        if now < 235:
+            granted(leases.renew(lease.lease, renewal, now=now))
+    assert isinstance(leases.renew(lease.lease, renewal, now=239), LeaseEnded)
+
+
 def recorded_by(leases: LeaseTable, slot: SlotId = SLOT) -> SlotLease:
     lease = leases.live(slot)
     assert lease is not None

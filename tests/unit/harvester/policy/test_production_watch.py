@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.contracts.page import EngineCore, ProductionModel, Pulse
+from harvester.contracts.page import EngineCore, PageFault, ProductionModel, Pulse
 from harvester.policy.production import ProductionView, ProductionWatch, kv_usage_ratio
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import ProfileSettings, SlotSettings
@@ -50,6 +50,25 @@ def test_an_engine_that_is_deployed_unfit_says_why() -> None:
     found = view(pulse__a__0=pulse(), pulse__b__0=pulse(unfit="a replica over 2 nodes"))
     assert found.condition is Condition.UNFIT
     assert found.reason == "pulse.b.0: a replica over 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("old", "fault", "remedy"),
+    [
+        ("pulse.a.0", PageFault.EXPIRED, True),
+        ("pulse.a.0", PageFault.CONFLICT, False),
+        ("pulse.b.1", PageFault.EXPIRED, False),
+    ],
+    ids=["renamed", "two of one name", "a server of the engine died"],
+)
+def test_the_page_of_an_engine_that_was_renamed_names_the_remedy(
+    old: str, fault: PageFault, remedy: bool
+) -> None:
+    readings = (PulseReading(name=old, fault=fault), PulseReading(name="pulse.b.0", record=pulse()))
+    found = ProductionWatch(SlotSettings()).observe(readings, now=100.0)
+    assert found.condition is Condition.SILENT
+    assert found.reason.startswith(f"{old} {fault}")
+    assert found.reason.endswith("remove the page of an engine that is gone") == remedy
 
 
 def test_several_engines_are_judged_by_models_of_their_own() -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.ids import EngineId, Epoch, JobId, TrajectoryId
+from harvester.contracts.ids import EngineId, Epoch, JobId, SlotId, TrajectoryId
 from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import (
     FinishReason,
@@ -352,7 +352,7 @@ class Client:
             return self.silences.pop()
         return Change.PROCESS if self.dead or self.served_life != self.life else Change.NONE
 
-    async def describe(self) -> EngineDescription:
+    async def describe(self, guest_of: SlotId | None) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
 
     async def switch(self, *_: Any, **__: Any) -> EngineDescription:

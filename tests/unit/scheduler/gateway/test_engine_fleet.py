@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.ids import EngineId, JobId, SlotId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
@@ -46,7 +46,7 @@ class Client:
     def close(self) -> None:
         pass
 
-    async def describe(self) -> EngineDescription:
+    async def describe(self, guest_of: SlotId | None) -> EngineDescription:
         return self.described
 
     async def switch(self, *_: Any, **__: Any) -> EngineDescription:
