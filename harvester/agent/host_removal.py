@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.state_lock import STATE_LOCK, lock_state
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import audit_files
 from harvester.contracts.clock import monotonic_ns
@@ -43,12 +44,13 @@ def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
+        _refuse_rival(config.state_dir, held)
         for slot in config.slots:
             _settle(config, slot, done)
             _remove_segment(config, slot, done)
             _remove_pages(config.pages_of(slot), done)
-    _remove_root(config, done)
-    _remove_state(config, done, records=records)
+        _remove_root(config, done)
+        _remove_state(config, done, records=records)
     for group in groups.clear():
         done.removed.append(group)
     for group in groups.all():
@@ -86,6 +88,16 @@ def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> N
         lock.take(timeout_s=0.0)
     except Exhausted as error:
         raise ConfigError(f"slot {slot.name}: {error}") from error
+
+
+def _refuse_rival(state_dir: Path, held: ExitStack) -> None:
+    """An agent whose file names other pages may have its records there."""
+    path = state_dir / STATE_LOCK
+    # Every agent makes one; root's would keep the agent's user out.
+    if not os.path.lexists(path):
+        return
+    with _as_owner(path):
+        held.callback(lock_state(state_dir).close)
 
 
 @contextmanager
@@ -179,6 +191,7 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
             names += [f"{slot.name}.{kind}" for kind in _RECORD_KINDS]
     if records:
         names += [path.name for path in audit_files(config.audit_file)]
+    names.append(STATE_LOCK)
     for name in names:
         if state / name not in done.left:
             _remove(state / name, done)

@@ -18,6 +18,7 @@ from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
+from harvester.agent.state_lock import lock_state
 from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
@@ -64,6 +65,7 @@ class NodeAgent:
             ttl_s=config.lease_ttl_s,
         )
         _make_root(config)
+        self._lock = lock_state(config.state_dir)
         file = AuditFile(
             config.audit_file, max_bytes=config.audit_max_bytes, max_days=config.audit_max_days
         )
@@ -356,6 +358,7 @@ class NodeAgent:
         self._count_ended(detail="agent stopped")
         self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
         self.audit.close()
+        self._lock.close()
 
     def late_s(self) -> float:
         return self.clock.now() - self._beat_at_s
