@@ -81,13 +81,13 @@ class Routes:
 
     async def slots(self, _request: web.Request) -> web.Response:
         offers = tuple(slot.offer() for slot in self._node.slots)
-        waiting = self._node.restart_needed
         return json_reply(
             SlotOffers(
                 node=self._node.leases.node,
                 slots=offers,
-                restart_needed=waiting,
+                restart_needed=self._node.restart_needed,
                 stops=self._node.stops.stops,
+                unopened=self._node.unopened,
             )
         )
 

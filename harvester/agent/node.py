@@ -195,8 +195,13 @@ class NodeAgent:
         secret = secrets.token_hex(_SECRET_BYTES)
         # Checked here too: the slot's state dates from the last beat and knows no tenant.
         stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
+        why = self.unopened.get(request.slot)
         answer = self.leases.take(
-            request, secret=secret, stop="" if stop is None else stop.text, now=now
+            request,
+            secret=secret,
+            stop="" if stop is None else stop.text,
+            absent=f"not open: {why}" if why else "",
+            now=now,
         )
         if not isinstance(answer, LeaseGranted):
             return answer
@@ -367,11 +372,12 @@ class NodeAgent:
         return self.late_s() < _LATE_BEATS * self.beat_s
 
     def silent_slots(self) -> list[tuple[str, str]]:
+        # A probe's answer needs no token: it has no paths.
         return [
             (slot.name, self._faults.get(slot.name, slot.policy.reason))
             for slot in self.slots
             if slot.name in self._faults or slot.policy.condition is Condition.SILENT
-        ]
+        ] + [(name, "not open, see status") for name, why in self.unopened.items() if why != _WAITS]
 
     def refresh_metrics(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)

@@ -119,6 +119,8 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the agent's configuration file that are not in force."""
     stops: tuple[Stop, ...] = ()
     """All that are in force on the node."""
+    unopened: dict[str, str] = {}
+    """Reason of each slot of the configuration that is not open; it is tried again."""
 
 
 class LeaseRequest(
