@@ -25,7 +25,7 @@ from harvester.platform.kv_segment import KvSegment
 from harvester.platform.whole_file import TEMPORARY
 
 _RUN_KINDS = ("lease", "lifted", "release")
-_RECORD_KINDS = ("journal", "journal.1", "state", "state.refused")
+_RECORD_KINDS = ("journal", "journal.1", "state")
 _GUEST_LOCK = "guest.lock"
 
 
@@ -189,6 +189,7 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
         names += [f"{slot.name}.{kind}" for kind in _RUN_KINDS]
         if records:
             names += [f"{slot.name}.{kind}" for kind in _RECORD_KINDS]
+            names += [path.name for path in state.glob(f"{slot.name}.state.refused*")]
     if records:
         names += [path.name for path in audit_files(config.audit_file)]
     names.append(STATE_LOCK)

@@ -98,6 +98,7 @@ class NodeAgent:
         """Raises the first slot's fault where no slot can be opened."""
         faults = [self._open(config, each, {}) for each in config.slots]
         if not self.slots and faults and faults[0]:
+            self._lock.close()
             raise faults[0]
         self._config = config.model_copy(update={"slots": self._open_slots})
 

@@ -15,6 +15,7 @@ import pytest
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.journal import JournalWriter, Opened, read_journal
 from harvester.contracts.page import Grant, Guest, PageDirectory, Pulse
@@ -493,3 +494,40 @@ def test_a_stop_whose_table_was_removed_is_written_again(stage: Stage) -> None:
     stage.start()
     stage.beats()
     assert stage.node.stops.stops[0].reason == "incident"
+
+
+def test_a_wrong_node_opens_no_slot_and_costs_no_history(stage: Stage) -> None:
+    stage.harvest()
+    stage.quarantine("guest lost 3 times")
+    stage.node.close()
+    files = {path.name: path.read_bytes() for path in stage.state_dir.iterdir()}
+    renamed = stage.config.model_copy(update={"node": "copied-from-the-example"})
+    with pytest.raises(ConfigError, match=r"is of node .*, and this is node copied-from"):
+        NodeAgent(renamed, clock=MonotonicClock(), version="1")
+    assert {path.name: path.read_bytes() for path in stage.state_dir.iterdir()} == files
+    stage.start()
+    stage.beats(3)
+    assert (stage.condition, stage.reason) == (Condition.QUARANTINED, "guest lost 3 times")
+
+
+def test_a_state_that_cannot_be_read_opens_no_slot_and_stays(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.harvest()
+    stage.node.close()
+    state = stage.state_dir / f"{SLOT}.state"
+    kept, opens = state.read_bytes(), Path.open
+
+    def denied(path: Path, *given: Any, **named: Any) -> Any:
+        if path == state:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", denied)
+        with pytest.raises(ConfigError, match=r"slot0[.]state: Permission denied"):
+            NodeAgent(stage.config, clock=MonotonicClock(), version="1")
+    assert state.read_bytes() == kept
+    stage.start()
+    stage.beats(3)
+    assert stage.condition is not Condition.QUARANTINED
