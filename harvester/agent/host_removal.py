@@ -44,7 +44,10 @@ def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
-        _refuse_rival(config.state_dir, held)
+        # An agent's, maybe one with other pages. Root makes none: it would keep that user out.
+        if os.path.lexists(lock := config.state_dir / STATE_LOCK):
+            with _as_owner(lock):
+                held.callback(lock_state(config.state_dir).close)
         for slot in config.slots:
             _settle(config, slot, done)
             _remove_segment(config, slot, done)
@@ -88,16 +91,6 @@ def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> N
         lock.take(timeout_s=0.0)
     except Exhausted as error:
         raise ConfigError(f"slot {slot.name}: {error}") from error
-
-
-def _refuse_rival(state_dir: Path, held: ExitStack) -> None:
-    """An agent whose file names other pages may have its records there."""
-    path = state_dir / STATE_LOCK
-    # Every agent makes one; root's would keep the agent's user out.
-    if not os.path.lexists(path):
-        return
-    with _as_owner(path):
-        held.callback(lock_state(state_dir).close)
 
 
 @contextmanager
@@ -184,7 +177,7 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
     state = config.state_dir
     if not state.is_dir():
         return
-    names = ["stops.json"]
+    names = ["stops.json", STATE_LOCK]
     for slot in config.slots:
         names += [f"{slot.name}.{kind}" for kind in _RUN_KINDS]
         if records:
@@ -192,7 +185,6 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
             names += [path.name for path in state.glob(f"{slot.name}.state.refused*")]
     if records:
         names += [path.name for path in audit_files(config.audit_file)]
-    names.append(STATE_LOCK)
     for name in names:
         if state / name not in done.left:
             _remove(state / name, done)

@@ -87,6 +87,8 @@ class NodeAgent:
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
+        self.refused: dict[str, str] = {}
+        """Why a reload was refused, by its origin, until one is taken over."""
         self._audit_missing = 0
         self._open_all(config)
         modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)
@@ -196,14 +198,8 @@ class NodeAgent:
         secret = secrets.token_hex(_SECRET_BYTES)
         # Checked here too: the slot's state dates from the last beat and knows no tenant.
         stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
-        why = self.unopened.get(request.slot)
-        answer = self.leases.take(
-            request,
-            secret=secret,
-            stop="" if stop is None else stop.text,
-            absent=f"not open: {why}" if why else "",
-            now=now,
-        )
+        text, absent = "" if stop is None else stop.text, self.unopened.get(request.slot, "")
+        answer = self.leases.take(request, secret=secret, stop=text, absent=absent, now=now)
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
@@ -271,6 +267,7 @@ class NodeAgent:
         modes = [slot.policy.settings.mode for slot in kept]
         # The calls below raise nothing: all slots are reconfigured, or none.
         self.restart_needed = done.restart_needed
+        self.refused.pop(who, None)
         self.stops.configure(done.config)
         self.interlocks.configure(done.config)
         for slot, policy in zip(kept, policies, strict=True):
@@ -356,6 +353,7 @@ class NodeAgent:
 
     def refuse_configuration(self, reason: str, *, who: str = RELOADER) -> None:
         """Note that a reload was refused; the old configuration stays in force."""
+        self.refused[who] = reason
         self.audit.note(AuditKind.CONFIG_REFUSED, who=who, reason=reason)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ every beat to the policy; both are tried again until there is room.
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -96,8 +95,7 @@ class SlotRecord:
             # The state may be gone too: it is saved at once.
             self._journal_fault, self._saved = f"journal: {TAKEN}", None
             self._log_fault()
-            with suppress(OSError):
-                self._journal.give_up()
+            self._journal.give_up()
             self._journal = None
 
     def reopen(self) -> None:

@@ -76,8 +76,7 @@ class StateFile:
         """Keep a file that could not be believed, for people, beside earlier ones."""
         later = (self.path.with_name(f"{self._refused.name}.{number}") for number in count(2))
         with contextlib.suppress(OSError):
-            free = next(path for path in chain([self._refused], later) if not path.exists())
-            self.path.replace(free)
+            self.path.replace(next(p for p in chain([self._refused], later) if not p.exists()))
 
     @property
     def _refused(self) -> Path:

@@ -12,8 +12,7 @@ STATE_LOCK = ".lock"
 
 
 def lock_state(state_dir: Path) -> FileLock:
-    """Held until it is closed or this process ends; never waits. Raises ConfigError where another
-    process holds it or it cannot be opened, and Exhausted where the disk takes no file now."""
+    """Never waits. Raises ConfigError, and Exhausted where the disk takes no file now."""
     path = state_dir / STATE_LOCK
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -25,10 +24,7 @@ def lock_state(state_dir: Path) -> FileLock:
             return lock
     except OSError as error:
         kind = Exhausted if error.errno in DISK_FAULTS else ConfigError
-        raise kind(
-            f"cannot lock state_dir: {path}: {error.strerror}; "
-            "state_dir and its files must be the agent's user's"
-        ) from error
+        raise kind(f"cannot lock state_dir: {path}: {error.strerror}") from error
     raise ConfigError(
         f"state_dir {state_dir} is in use by process {lock.holder()}: stop the agent that runs "
         "with it, or give each agent a state_dir of its own"

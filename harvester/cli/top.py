@@ -144,8 +144,7 @@ class AgentsView:
                 table.faults.append(printable(answer))
                 continue
             table.rows += (tuple(self._row(url, offer)) for offer in answer.slots)
-            faults = agent_faults(answer)
-            table.faults += (printable(f"{answer.node}: {fault}") for fault in faults)
+            table.faults += (printable(f"{answer.node}: {each}") for each in agent_faults(answer))
         return table
 
     def _ask(self, url: str) -> SlotOffers | str:

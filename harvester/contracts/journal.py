@@ -29,7 +29,6 @@ SCHEMA = 1
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 """Faults that pass; any other at start is the user's to mend."""
 TAKEN = "moved, removed or cut by another program"
-"""Fault of a file that is not in its place any more."""
 MAX_LINE_BYTES = 8 << 20
 """A snapshot holds 28 days of the error budget and the last slices' latencies: some 100 KB."""
 
@@ -110,8 +109,9 @@ class JournalWriter:
         """Close a file that is not `in_place`. One that was cut becomes `.1`, for what it has."""
         cut = is_at(self._path, self._file)
         self.close()
-        if cut and _has_head(self._path):
-            self._path.replace(self._older)
+        with suppress(OSError):
+            if cut and _has_head(self._path):
+                self._path.replace(self._older)
 
     @property
     def full(self) -> bool:
@@ -193,8 +193,7 @@ def is_at(path: Path, file: FileIO, *, least_bytes: int = 0) -> bool:
 def _has_head(path: Path) -> bool:
     """Whether the file begins as a journal of either form."""
     with path.open("rb") as file:
-        head = file.read(4)
-    return is_packed(head) or head.startswith(b"{")
+        return is_packed(head := file.read(4)) or head.startswith(b"{")
 
 
 def open_private(path: str, flags: int) -> int:

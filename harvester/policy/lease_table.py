@@ -114,7 +114,7 @@ class LeaseTable:
         self, request: LeaseRequest, *, secret: str, stop: str = "", absent: str = "", now: float
     ) -> LeaseGranted | LeaseRefused:
         """`secret` is random, 32 characters at most; it makes the id unguessable. `stop`: why this
-        tenant gets no new lease on this slot. `absent`: why the table may lack the slot."""
+        tenant gets no new lease on this slot. `absent`: why it is not open."""
         entry = self._slots.get(request.slot)
         if entry is None:
             return self._refused(request, absent or "no such slot on this node")

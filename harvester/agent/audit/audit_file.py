@@ -29,7 +29,6 @@ class AuditFile:
         self._max_bytes = max_bytes
         self._max_age_s = max_days * _DAY_S
         self._file: FileIO | None = None
-        self._end_bytes = 0
         self._day = ""
         self._torn = False
         """Whether a killed agent left the last line without its end."""
@@ -51,7 +50,6 @@ class AuditFile:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._torn = False
-            self._end_bytes += len(line)
         except OSError:
             with suppress(OSError):
                 file.truncate(before_bytes)
@@ -60,8 +58,8 @@ class AuditFile:
 
     @property
     def in_place(self) -> bool:
-        """Whether the opened file, if there is one, is still there with all that was written."""
-        return self._file is None or is_at(self.path, self._file, least_bytes=self._end_bytes)
+        """Whether the opened file, if any, is there and whole; an `append` hides a cut."""
+        return self._file is None or is_at(self.path, self._file, least_bytes=self._file.tell())
 
     def close(self) -> None:
         if self._file is not None:
@@ -75,7 +73,6 @@ class AuditFile:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
-            self._end_bytes = self._file.tell()
             self._day, self._torn = _first_day(self.path), _is_torn(self.path)
         return self._file
 

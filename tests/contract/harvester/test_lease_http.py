@@ -259,7 +259,7 @@ async def test_a_slot_that_is_not_open_is_seen_by_status_lease_holders_and_probe
     assert (await reply.json())["unopened"] == {"slot9": why}
     request = {"request_id": "r", "slot": "slot9", "tenant": "t", "job": "j", "duration_s": 5}
     reply = await client.post("/v1/leases", json=request)
-    assert (await reply.json())["reason"] == f"not open: {why}"
+    assert (await reply.json())["reason"] == why
     reply = await client.post("/v1/leases", json={**request, "slot": "slot10"})
     assert (await reply.json())["reason"] == "no such slot on this node"
     ready = await client.get("/readyz")
@@ -272,6 +272,15 @@ async def test_a_slot_that_is_not_open_is_seen_by_status_lease_holders_and_probe
     node.open_more()
     reply = await client.get("/v1/slots")
     assert (await reply.json())["unopened"] == {}
+
+
+async def test_a_refused_reload_is_named_until_one_succeeds(node: NodeAgent, client: Any) -> None:
+    node.refuse_configuration("agent.yaml: moed is no field")
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["config_refused"] == "agent.yaml: moed is no field"
+    node.reconfigure(node._config)
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["config_refused"] == ""
 
 
 async def test_a_token_guards_everything_but_health(node: NodeAgent, tmp_path: Path) -> None:
