@@ -54,6 +54,7 @@ class AgentProcess:
         self._config = loaded.config
         self._reload = reload
         self._slots_file = SlotsWatch(loaded.config.slots_file)
+        self._slots_origin = f"slots file {loaded.config.slots_file}"
         self._found: LoadedConfig | None = None
         """The slots file's slots that were usable last."""
         self._retry_at_s = 0.0
@@ -137,6 +138,7 @@ class AgentProcess:
             try:
                 found = read_slots_file(written, self._slots_file.path)
                 self._slots_file.taken()
+                node.refused.pop(self._slots_origin, None)
             except ConfigError as error:
                 self._report_slots_file(node, str(error))
                 found = self._found
@@ -168,7 +170,7 @@ class AgentProcess:
                     read_slots_file, written, path, may_be_absent=not there
                 )
                 if written is self._written:
-                    self._apply(node, with_slots(written, found), who=f"slots file {path}")
+                    self._apply(node, with_slots(written, found), who=self._slots_origin)
                     self._found = found
                     self._slots_file.taken()
                 else:
@@ -187,7 +189,7 @@ class AgentProcess:
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
         if self._slots_file.failed(fault):
             _log.error("the slots that were in force stay: %s", fault)
-            node.refuse_configuration(fault, who=f"slots file {self._slots_file.path}")
+            node.refuse_configuration(fault, who=self._slots_origin)
 
     def _apply(self, node: NodeAgent, loaded: LoadedConfig, *, who: str) -> None:
         """Raises ConfigError; the configuration in force stays then."""

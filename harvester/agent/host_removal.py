@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.state_lock import STATE_LOCK, lock_state
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import audit_files
 from harvester.contracts.clock import monotonic_ns
@@ -24,7 +25,7 @@ from harvester.platform.kv_segment import KvSegment
 from harvester.platform.whole_file import TEMPORARY
 
 _RUN_KINDS = ("lease", "lifted", "release")
-_RECORD_KINDS = ("journal", "journal.1", "state", "state.refused")
+_RECORD_KINDS = ("journal", "journal.1", "state")
 _GUEST_LOCK = "guest.lock"
 
 
@@ -43,12 +44,16 @@ def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
+        # An agent's, maybe one with other pages. Root makes none: it would keep that user out.
+        if os.path.lexists(lock := config.state_dir / STATE_LOCK):
+            with _as_owner(lock):
+                held.callback(lock_state(config.state_dir).close)
         for slot in config.slots:
             _settle(config, slot, done)
             _remove_segment(config, slot, done)
             _remove_pages(config.pages_of(slot), done)
-    _remove_root(config, done)
-    _remove_state(config, done, records=records)
+        _remove_root(config, done)
+        _remove_state(config, done, records=records)
     for group in groups.clear():
         done.removed.append(group)
     for group in groups.all():
@@ -172,11 +177,12 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
     state = config.state_dir
     if not state.is_dir():
         return
-    names = ["stops.json"]
+    names = ["stops.json", STATE_LOCK]
     for slot in config.slots:
         names += [f"{slot.name}.{kind}" for kind in _RUN_KINDS]
         if records:
             names += [f"{slot.name}.{kind}" for kind in _RECORD_KINDS]
+            names += [path.name for path in state.glob(f"{slot.name}.state.refused*")]
     if records:
         names += [path.name for path in audit_files(config.audit_file)]
     for name in names:

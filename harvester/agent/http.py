@@ -80,20 +80,19 @@ class Routes:
         self._operators = operators
 
     async def slots(self, _request: web.Request) -> web.Response:
-        offers = tuple(slot.offer() for slot in self._node.slots)
-        waiting = self._node.restart_needed
         return json_reply(
             SlotOffers(
                 node=self._node.leases.node,
-                slots=offers,
-                restart_needed=waiting,
+                slots=tuple(slot.offer() for slot in self._node.slots),
+                restart_needed=self._node.restart_needed,
                 stops=self._node.stops.stops,
+                unopened=self._node.unopened,
+                config_refused="; ".join(self._node.refused.values()),
             )
         )
 
     async def stops(self, _request: web.Request) -> web.Response:
-        stops = self._node.stops.stops
-        return json_reply(StopsInForce(node=self._node.leases.node, stops=stops))
+        return json_reply(StopsInForce(node=self._node.leases.node, stops=self._node.stops.stops))
 
     async def order(self, request: web.Request) -> web.Response:
         wanted = await decoded_body(request, StopRequest, name="StopRequest")

@@ -96,7 +96,7 @@ impact_ratio{slot slo bound}: Latency with grants over without, minus 1 (bound: 
 impact_limit_ratio{slot}: Rise of latency that counts as harm: RoseMuxHarvestImpact fires once the
     low bound of impact_ratio is above it.
 config_last_reload_successful{}: 0 after a reload that was refused, or that a restart must complete.
-slots_file_in_force{}: 0 while the slots file cannot be used, or a slot of it cannot be opened: what
+slots_file_in_force{}: 0 while the slots file cannot be used, or a slot cannot be opened: what
     was in force before stays.
 config_restart_needed{}: Fields of the configuration file that are in force only after a restart.
 unsafe_experiments{}: 1 where settings may go beyond the ranges that protect production.

@@ -18,6 +18,7 @@ from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
+from harvester.agent.state_lock import lock_state
 from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
@@ -64,6 +65,7 @@ class NodeAgent:
             ttl_s=config.lease_ttl_s,
         )
         _make_root(config)
+        self._lock = lock_state(config.state_dir)
         file = AuditFile(
             config.audit_file, max_bytes=config.audit_max_bytes, max_days=config.audit_max_days
         )
@@ -85,6 +87,8 @@ class NodeAgent:
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
+        self.refused: dict[str, str] = {}
+        """Why a reload was refused, by its origin, until one is taken over."""
         self._audit_missing = 0
         self._open_all(config)
         modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)
@@ -96,6 +100,7 @@ class NodeAgent:
         """Raises the first slot's fault where no slot can be opened."""
         faults = [self._open(config, each, {}) for each in config.slots]
         if not self.slots and faults and faults[0]:
+            self._lock.close()
             raise faults[0]
         self._config = config.model_copy(update={"slots": self._open_slots})
 
@@ -193,9 +198,8 @@ class NodeAgent:
         secret = secrets.token_hex(_SECRET_BYTES)
         # Checked here too: the slot's state dates from the last beat and knows no tenant.
         stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
-        answer = self.leases.take(
-            request, secret=secret, stop="" if stop is None else stop.text, now=now
-        )
+        text, absent = "" if stop is None else stop.text, self.unopened.get(request.slot, "")
+        answer = self.leases.take(request, secret=secret, stop=text, absent=absent, now=now)
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
@@ -263,6 +267,7 @@ class NodeAgent:
         modes = [slot.policy.settings.mode for slot in kept]
         # The calls below raise nothing: all slots are reconfigured, or none.
         self.restart_needed = done.restart_needed
+        self.refused.pop(who, None)
         self.stops.configure(done.config)
         self.interlocks.configure(done.config)
         for slot, policy in zip(kept, policies, strict=True):
@@ -348,6 +353,7 @@ class NodeAgent:
 
     def refuse_configuration(self, reason: str, *, who: str = RELOADER) -> None:
         """Note that a reload was refused; the old configuration stays in force."""
+        self.refused[who] = reason
         self.audit.note(AuditKind.CONFIG_REFUSED, who=who, reason=reason)
 
     def close(self) -> None:
@@ -356,6 +362,7 @@ class NodeAgent:
         self._count_ended(detail="agent stopped")
         self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
         self.audit.close()
+        self._lock.close()
 
     def late_s(self) -> float:
         return self.clock.now() - self._beat_at_s
@@ -364,11 +371,12 @@ class NodeAgent:
         return self.late_s() < _LATE_BEATS * self.beat_s
 
     def silent_slots(self) -> list[tuple[str, str]]:
+        # A probe's answer needs no token: it has no paths.
         return [
             (slot.name, self._faults.get(slot.name, slot.policy.reason))
             for slot in self.slots
             if slot.name in self._faults or slot.policy.condition is Condition.SILENT
-        ]
+        ] + [(name, "not open, see status") for name, why in self.unopened.items() if why != _WAITS]
 
     def refresh_metrics(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)

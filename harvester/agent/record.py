@@ -12,7 +12,7 @@ import msgspec
 
 from harvester.agent.state_file import StateFile
 from harvester.contracts.errors import Corrupt
-from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened
+from harvester.contracts.journal import DISK_FAULTS, TAKEN, JournalWriter, Opened
 from harvester.policy.effects import Effect
 from harvester.policy.idle_forecast import ForecastState, IdleForecaster
 from harvester.policy.sample import SlotSample
@@ -84,10 +84,19 @@ class SlotRecord:
         self._log_fault()
 
     def look(self, *, now: float) -> None:
-        """Before a beat: another try where it is due."""
-        if self._journal_fault and now >= self._retry_at_s:
-            self._retry_at_s = now + _RETRY_S
+        """Before a beat, once a second: whether the journal is still where a replay finds it, and
+        another try after a fault."""
+        if now < self._retry_at_s:
+            return
+        self._retry_at_s = now + _RETRY_S
+        if self._journal_fault:
             self.reopen()
+        elif self._journal is not None and not self._journal.in_place:
+            # The state may be gone too: it is saved at once.
+            self._journal_fault, self._saved = f"journal: {TAKEN}", None
+            self._log_fault()
+            self._journal.give_up()
+            self._journal = None
 
     def reopen(self) -> None:
         """Go on with a first line, which holds the whole state."""

@@ -396,9 +396,7 @@ def _reserve(page: KeptPage[Grant]) -> None:
         page.reserve()
     except PageHeld as error:
         raise ConfigError(
-            f"another agent runs on pages {page.path.parent}: "
-            f"{error}; stop it, or set other pages for "
-            "this one"
+            f"another agent runs on pages {page.path.parent}: {error}; stop it first"
         ) from error
 
 

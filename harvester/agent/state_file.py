@@ -5,13 +5,14 @@ the reader decides on the consequences.
 """
 
 import contextlib
+from itertools import chain, count
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from harvester.contracts.clock import monotonic_origin, wall_time_utc
-from harvester.contracts.errors import UNDECODABLE, Corrupt
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from harvester.platform import whole_file
 from harvester.policy.durable import DurableState, moved
 
@@ -55,7 +56,8 @@ class StateFile:
     def load(self, *, now: float) -> DurableState | None:
         """The last saved state, in times that compare with `now`; None if none was ever saved.
 
-        Raises Corrupt for a file that cannot be believed.
+        Raises Corrupt for a file that cannot be believed, OSError for one that cannot be read, and
+        ConfigError for another node's: a mistake that is mended must cost no history.
         """
         try:
             with self.path.open("rb") as file:
@@ -65,17 +67,16 @@ class StateFile:
                 # The agent that refused the file ended before it saved a new state.
                 raise Corrupt(f"{self.path}: put aside, and none saved since") from None
             return None
-        except OSError as error:
-            raise Corrupt(f"{self.path}: {error.strerror}") from error
         head, state = self._decoded(raw)
         if head.origin == self._origin != "" and head.at_s <= now:
             return moved(state, from_s=head.at_s, to_s=head.at_s)
         return moved(state, from_s=head.at_s, to_s=now)
 
     def put_aside(self) -> None:
-        """Keep a file that could not be believed, for people."""
+        """Keep a file that could not be believed, for people, beside earlier ones."""
+        later = (self.path.with_name(f"{self._refused.name}.{number}") for number in count(2))
         with contextlib.suppress(OSError):
-            self.path.replace(self._refused)
+            self.path.replace(next(p for p in chain([self._refused], later) if not p.exists()))
 
     @property
     def _refused(self) -> Path:
@@ -91,8 +92,13 @@ class StateFile:
                 raise Corrupt(f"{self.path}: schema {head.schema}, this agent reads {SCHEMA}")
             if not whole:
                 raise Corrupt(f"{self.path}: not what was written")
-            if (head.node, head.slot) != (self._node, self._slot):
-                raise Corrupt(f"{self.path}: of slot {head.slot} on node {head.node}")
+            if head.node != self._node:
+                raise ConfigError(
+                    f"{self.path} is of node {head.node}, and this is node {self._node}: correct "
+                    "`node`, or if it has its new name for good move the file away"
+                )
+            if head.slot != self._slot:
+                raise Corrupt(f"{self.path}: of slot {head.slot}")
             return head, msgspec.json.decode(body, type=DurableState)
         except UNDECODABLE as error:
             raise Corrupt(f"{self.path}: {error}") from error

@@ -114,7 +114,9 @@ class StopOrders:
     def look(self, *, now: float) -> tuple[Stop, ...]:
         """Every stop in force, once per beat."""
         self._file = read_stop_file(self._file_path)
-        if self._unsaved and now >= self._retry_at_s:
+        # A table that another program removed is written again.
+        gone = bool(self._table.stops) and not os.access(self._path, os.F_OK)
+        if (self._unsaved or gone) and now >= self._retry_at_s:
             self._save(now)
         return self._gather()
 

@@ -39,6 +39,15 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     for stop in offers.stops:
         scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
         yield f"Stopped, {scope}: {stop.text}"
+    yield from agent_faults(offers)
+
+
+def agent_faults(offers: SlotOffers) -> Iterator[str]:
+    """Parts of the configuration that are not in force."""
+    for name, reason in offers.unopened.items():
+        yield f"Slot {name} is not open: {reason}"
+    if offers.config_refused:
+        yield f"A reload was refused, the old configuration goes on: {offers.config_refused}"
     if offers.restart_needed:
         yield f"The agent needs a restart for {', '.join(offers.restart_needed)}"
 

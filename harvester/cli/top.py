@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from harvester.cli.agent_tables import agent_faults
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.row_table import add_row, row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
@@ -100,7 +101,7 @@ class SlotRows:
 
     rows: list[tuple[Text, ...]] = field(default_factory=list)
     faults: list[Text] = field(default_factory=list)
-    """Agents that gave no answer."""
+    """Agents that gave no answer, and parts of their configurations that are not in force."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         whole = row_table(*_HEAD, *_MORE, names=_NAMES)
@@ -143,6 +144,7 @@ class AgentsView:
                 table.faults.append(printable(answer))
                 continue
             table.rows += (tuple(self._row(url, offer)) for offer in answer.slots)
+            table.faults += (printable(f"{answer.node}: {each}") for each in agent_faults(answer))
         return table
 
     def _ask(self, url: str) -> SlotOffers | str:

@@ -28,6 +28,7 @@ from harvester.contracts.journal_frames import LinePacker, is_packed, last_line_
 SCHEMA = 1
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 """Faults that pass; any other at start is the user's to mend."""
+TAKEN = "moved, removed or cut by another program"
 MAX_LINE_BYTES = 8 << 20
 """A snapshot holds 28 days of the error budget and the last slices' latencies: some 100 KB."""
 
@@ -88,6 +89,7 @@ class JournalWriter:
         if not packed:
             _cut_torn_line(path)
         self._file = self._open()
+        self._end_bytes = self._file.tell()
 
     def opened(self, line: Opened) -> None:
         self._hash = line.config_hash
@@ -101,6 +103,19 @@ class JournalWriter:
         self._append(Decided(t_s=now, config_hash=self._hash, sample=plain[0], effects=plain[1]))
 
     @property
+    def in_place(self) -> bool:
+        """Whether the path still names the file, with all that was written to it."""
+        return is_at(self._path, self._file, least_bytes=self._end_bytes)
+
+    def give_up(self) -> None:
+        """Close a file that is not `in_place`. One that was cut becomes `.1`, for what it has."""
+        cut = is_at(self._path, self._file)
+        self.close()
+        with suppress(OSError):
+            if cut and _has_head(self._path):
+                self._path.replace(self._older)
+
+    @property
     def full(self) -> bool:
         """Whether the file has reached half the bound; then call `rotate` with a new first line."""
         return self._file.tell() >= self._file_bytes
@@ -110,15 +125,16 @@ class JournalWriter:
         # old file may already have its older name.
         if is_at(self._path, self._file):
             self._path.replace(self._older)
-        old, self._file = (self._file, self._packer), self._open()
+        old, self._file = (self._file, self._packer, self._end_bytes), self._open()
         self._packer = None if self._packer is None else LinePacker()
+        self._end_bytes = self._file.tell()
         try:
             self.opened(line)
         except OSError:
             self._file.close()
-            self._file, self._packer = old
+            self._file, self._packer, self._end_bytes = old
             raise
-        _ended(*old)
+        _ended(*old[:2])
 
     def close(self) -> None:
         _ended(self._file, self._packer)
@@ -137,6 +153,7 @@ class JournalWriter:
             self._file.truncate(before_bytes)
             self._file.seek(before_bytes)
             raise
+        self._end_bytes += written
         if self._packer is not None:
             self._packer.written()
 
@@ -147,7 +164,11 @@ class JournalWriter:
         try:
             last_line = last_line_of(self._path)
         except Corrupt:
-            self._path.replace(self._older)
+            if _has_head(self._path):
+                self._path.replace(self._older)
+            else:
+                # Another program cut it: no reader could read it, and it would cost the older one.
+                os.truncate(self._path, 0)
             return LinePacker()
         if last_line.end_bytes < self._path.stat().st_size:
             os.truncate(self._path, last_line.end_bytes)
@@ -162,12 +183,19 @@ class JournalWriter:
         return open(self._path, "ab", buffering=0, opener=open_private)
 
 
-def is_at(path: Path, file: FileIO) -> bool:
-    """Whether the path still names the opened file."""
+def is_at(path: Path, file: FileIO, *, least_bytes: int = 0) -> bool:
+    """Whether the path still names the opened file, and it has at least so many bytes."""
     try:
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    except FileNotFoundError:
+        there, opened = path.stat(), os.fstat(file.fileno())
+    except OSError:
         return False
+    return os.path.samestat(there, opened) and there.st_size >= least_bytes
+
+
+def _has_head(path: Path) -> bool:
+    """Whether the file begins as a journal of either form."""
+    with path.open("rb") as file:
+        return is_packed(head := file.read(4)) or head.startswith(b"{")
 
 
 def open_private(path: str, flags: int) -> int:

@@ -124,13 +124,13 @@ class LeaseTable:
         entry.stop = order
 
     def take(
-        self, request: LeaseRequest, *, secret: str, stop: str = "", now: float
+        self, request: LeaseRequest, *, secret: str, stop: str = "", absent: str = "", now: float
     ) -> LeaseGranted | LeaseRefused:
         """`secret` is random, 32 characters at most; it makes the id unguessable. `stop`: why this
-        tenant gets no new lease on this slot."""
+        tenant gets no new lease on this slot. `absent`: why it is not open."""
         entry = self._slots.get(request.slot)
         if entry is None:
-            return self._refused(request, "no such slot on this node")
+            return self._refused(request, absent or "no such slot on this node")
         self.expire(now=now)
         answered = self._answered.get(request.request_id)
         if answered is not None:

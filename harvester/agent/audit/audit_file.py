@@ -56,6 +56,11 @@ class AuditFile:
             file.seek(before_bytes)
             raise
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the opened file, if any, is there and whole; an `append` hides a cut."""
+        return self._file is None or is_at(self.path, self._file, least_bytes=self._file.tell())
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

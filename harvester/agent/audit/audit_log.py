@@ -12,6 +12,7 @@ import msgspec
 from harvester.agent.audit.audit_file import AuditFile
 from harvester.contracts.audit import SCHEMA, AuditEvent, AuditKind
 from harvester.contracts.clock import Clock, wall_time_utc
+from harvester.contracts.journal import TAKEN
 
 _log = logging.getLogger("harvester.audit")
 
@@ -47,13 +48,16 @@ class AuditLog:
         level = logging.WARNING if kind in _WARNINGS else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(level, "%s", msgspec.json.encode(event).decode())
+        self._notice()
         if not self._resumed() or not self._written(event):
             self._missing += 1
             self.missing_total += 1
 
     def look(self, *, now: float) -> None:
-        """Once a beat: another try where one is due."""
-        if self._missing and now >= self._retry_at_s:
+        """Once a beat: each second another try where one is due, and whether the file is there."""
+        if now >= self._retry_at_s:
+            self._retry_at_s = now + _RETRY_S
+            self._notice()
             self._resumed()
 
     def close(self) -> None:
@@ -71,6 +75,14 @@ class AuditLog:
             event=kind,
             **fields,
         )
+
+    def _notice(self) -> None:
+        """A file that is gone counts as one event: the number of its events is not known."""
+        if not self._missing and not self._file.in_place:
+            self._file.close()
+            self._missing, self.fault = 1, TAKEN
+            self.missing_total += 1
+            _log.error("the audit was %s", TAKEN)
 
     def _resumed(self) -> bool:
         """Whether events can be written again; first writes the count of missing events."""

@@ -246,6 +246,43 @@ async def test_health_is_about_the_loop_and_readiness_about_signals(
     assert "pulse.prod.0" in await reply.text()
 
 
+async def test_a_slot_that_is_not_open_is_seen_by_status_lease_holders_and_probes(
+    node: NodeAgent, client: Any
+) -> None:
+    root, slots = node._config.page_root, node._config.slots
+    (root / "slot9").write_text("a file in place of its pages")
+    more = (*slots, slots[0].model_copy(update={"name": "slot9", "pages": None}))
+    node.reconfigure(node._config.model_copy(update={"slots": more}))
+    why = node.unopened["slot9"]
+    assert why
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["unopened"] == {"slot9": why}
+    request = {"request_id": "r", "slot": "slot9", "tenant": "t", "job": "j", "duration_s": 5}
+    reply = await client.post("/v1/leases", json=request)
+    assert (await reply.json())["reason"] == why
+    reply = await client.post("/v1/leases", json={**request, "slot": "slot10"})
+    assert (await reply.json())["reason"] == "no such slot on this node"
+    ready = await client.get("/readyz")
+    text = await ready.text()
+    assert ready.status == 503
+    assert "slot9: not open" in text
+    # It needs no token, and so names no path.
+    assert str(root) not in text
+    (root / "slot9").unlink()
+    node.open_more()
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["unopened"] == {}
+
+
+async def test_a_refused_reload_is_named_until_one_succeeds(node: NodeAgent, client: Any) -> None:
+    node.refuse_configuration("agent.yaml: moed is no field")
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["config_refused"] == "agent.yaml: moed is no field"
+    node.reconfigure(node._config)
+    reply = await client.get("/v1/slots")
+    assert (await reply.json())["config_refused"] == ""
+
+
 async def test_a_token_guards_everything_but_health(node: NodeAgent, tmp_path: Path) -> None:
     tokens = TokenFile(token_file(tmp_path, "token", "s" * 32))
     async with TestClient(TestServer(application(node, tokens=tokens))) as client:

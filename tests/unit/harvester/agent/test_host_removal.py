@@ -95,6 +95,7 @@ def config_below(folder: Path) -> AgentConfig:
 def kill_agent(node: NodeAgent) -> None:
     """As a signal does: nothing is settled, drained or removed."""
     node.audit.close()
+    node._lock.close()
     for slot in node.slots:
         slot._record.close()
         slot._grant_page.close()

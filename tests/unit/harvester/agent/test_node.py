@@ -261,8 +261,9 @@ def test_an_ungated_slot_states_no_loan_of_a_law_that_it_does_not_follow(tmp_pat
 
 def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
     stage.harvest()
-    with pytest.raises(ConfigError, match="another agent runs on pages"):
-        NodeAgent(stage.config, clock=MonotonicClock(), version="1")
+    apart = stage.config.model_copy(update={"state_dir": stage.config.state_dir / "other"})
+    with pytest.raises(ConfigError, match=r"another agent runs on pages .*; stop it first"):
+        NodeAgent(apart, clock=MonotonicClock(), version="1")
     stage.beats()
     assert stage.grant().mode == "open"
 
@@ -333,6 +334,7 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
 def kill(stage: Stage) -> None:
     """End the agent as a signal does: nothing is drained, and its descriptors close."""
     stage.node.audit.close()
+    stage.node._lock.close()
     for slot in stage.node.slots:
         slot._record.close()
         slot._grant_page.close()

@@ -15,11 +15,13 @@ import pytest
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.journal import JournalWriter, Opened, read_journal
 from harvester.contracts.page import Grant, Guest, PageDirectory, Pulse
 from harvester.contracts.process import ProcessId, process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
+from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.platform import whole_file
 from harvester.policy.budget import ErrorBudget
 from harvester.policy.states import Condition
@@ -437,3 +439,95 @@ def test_an_agent_that_is_killed_before_its_first_beat_has_lost_no_history(
     stage.start()
     stage.harvest()
     assert stage.condition is Condition.CLEAR
+
+
+def moved_away(stage: Stage) -> None:
+    stage.journal.rename(stage.journal.with_name("elsewhere"))
+
+
+def emptied(stage: Stage) -> None:
+    for path in stage.state_dir.iterdir():
+        path.unlink()
+
+
+def removed(stage: Stage) -> None:
+    shutil.rmtree(stage.state_dir)
+
+
+def cut(stage: Stage) -> None:
+    os.truncate(stage.journal, 0)
+    stage.beats()
+
+
+@pytest.mark.parametrize("take_away", [moved_away, emptied, removed, cut])
+def test_a_journal_that_another_program_took_away_withdraws_the_slot_until_a_new_one_replays(
+    stage: Stage, caplog: pytest.LogCaptureFixture, take_away: Any
+) -> None:
+    stage.harvest()
+    take_away(stage)
+    beats_until(stage, lambda: stage.condition is Condition.UNRECORDED)
+    assert stage.reason == "journal: moved, removed or cut by another program"
+    assert stage.grant().mode == "closed"
+    stage.beats()
+    assert stage.node.leases.live(SLOT) is None
+    assert stage.metric("harvester_unrecorded") == 1.0
+    assert "withdrawn: journal: moved" in caplog.text
+    beats_until(stage, lambda: stage.metric("harvester_unrecorded") == 0.0)
+    stage.beats(3)
+    assert isinstance(stage.take("again"), LeaseGranted)
+    stage.beats(2)
+    assert stage.grant().mode == "open"
+    assert replay_journal(stage.journal).difference is None
+    first = next(iter(read_journal(stage.journal)))
+    assert isinstance(first, Opened)
+    assert first.snapshot is not None
+    assert first.missing == stage.metric("harvester_journal_missing_lines_total")
+    # A restart would else take the history for unknown.
+    assert (stage.state_dir / f"{SLOT}.state").exists()
+
+
+def test_a_stop_whose_table_was_removed_is_written_again(stage: Stage) -> None:
+    stage.node.order(StopRequest(order=StopOrder.DRAIN, by="alice", reason="incident"))
+    removed(stage)
+    beats_until(stage, (stage.state_dir / "stops.json").exists)
+    stage.node.close()
+    stage.start()
+    stage.beats()
+    assert stage.node.stops.stops[0].reason == "incident"
+
+
+def test_a_wrong_node_opens_no_slot_and_costs_no_history(stage: Stage) -> None:
+    stage.harvest()
+    stage.quarantine("guest lost 3 times")
+    stage.node.close()
+    files = {path.name: path.read_bytes() for path in stage.state_dir.iterdir()}
+    renamed = stage.config.model_copy(update={"node": "copied-from-the-example"})
+    with pytest.raises(ConfigError, match=r"is of node .*, and this is node copied-from"):
+        NodeAgent(renamed, clock=MonotonicClock(), version="1")
+    assert {path.name: path.read_bytes() for path in stage.state_dir.iterdir()} == files
+    stage.start()
+    stage.beats(3)
+    assert (stage.condition, stage.reason) == (Condition.QUARANTINED, "guest lost 3 times")
+
+
+def test_a_state_that_cannot_be_read_opens_no_slot_and_stays(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.harvest()
+    stage.node.close()
+    state = stage.state_dir / f"{SLOT}.state"
+    kept, opens = state.read_bytes(), Path.open
+
+    def denied(path: Path, *given: Any, **named: Any) -> Any:
+        if path == state:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", denied)
+        with pytest.raises(ConfigError, match=r"slot0[.]state: Permission denied"):
+            NodeAgent(stage.config, clock=MonotonicClock(), version="1")
+    assert state.read_bytes() == kept
+    stage.start()
+    stage.beats(3)
+    assert stage.condition is not Condition.QUARANTINED

@@ -650,9 +650,30 @@ def test_a_slots_file_hides_no_reload_that_was_refused(
     write(tmp_path / "slots.yaml", "a")
     assert running.beat() == ["own", "a"]
     assert successful() == 0
+    (refused,) = running.node.refused.values()
+    assert "line 1: mode: Input should be" in refused
     agent_file.write_text(good)
     running.process._reconfigure(running.node)
     assert successful() == 1
+    assert running.node.refused == {}
+
+
+def test_a_refused_slots_file_is_named_until_it_is_good_again(
+    running: Running, tmp_path: Path
+) -> None:
+    path = tmp_path / "slots.yaml"
+    for by_signal in (False, True):
+        path.write_text("slots: [{name: a}, {nam")
+        running.beat()
+        # A good reload of the agent's own file hides no slots file that is refused.
+        running.process._reconfigure(running.node)
+        assert running.node.refused.keys() == {f"slots file {path}"}
+        write(path, "a")
+        if by_signal:
+            running.process._reconfigure(running.node)
+        else:
+            running.beat()
+        assert running.node.refused == {}
 
 
 def test_probes_run_for_the_slots_that_are_there(running: Running, tmp_path: Path) -> None:

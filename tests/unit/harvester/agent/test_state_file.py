@@ -7,7 +7,7 @@ import pytest
 
 from harvester.agent import state_file
 from harvester.agent.state_file import StateFile
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.platform import whole_file
 from harvester.policy.durable import DurableState
 
@@ -105,11 +105,34 @@ def test_a_save_that_fails_leaves_the_one_before(
     assert [path.name for path in file.path.parent.iterdir()] == ["slot0.state"]
 
 
-@pytest.mark.parametrize(("node", "slot"), [("node-1", "slot0"), ("node-0", "slot1")])
-def test_another_slot_s_state_is_not_believed(file: StateFile, node: str, slot: str) -> None:
+def test_another_slot_s_state_is_not_believed(file: StateFile) -> None:
     file.save(STATE, now=100.0)
-    with pytest.raises(Corrupt, match="of slot slot0 on node node-0"):
-        StateFile(file.path, node=node, slot=slot).load(now=100.0)
+    with pytest.raises(Corrupt, match="of slot slot0"):
+        StateFile(file.path, node="node-0", slot="slot1").load(now=100.0)
+
+
+def test_another_node_s_state_is_the_user_s_mistake(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    with pytest.raises(ConfigError, match="of node node-0, and this is node node-1"):
+        StateFile(file.path, node="node-1", slot="slot0").load(now=100.0)
+
+
+def test_a_state_that_cannot_be_read_is_not_taken_for_a_damaged_one(file: StateFile) -> None:
+    file.path.mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        file.load(now=100.0)
+
+
+def test_a_refused_state_takes_no_earlier_one_s_place(file: StateFile) -> None:
+    for text in ("first", "second", "third"):
+        file.path.write_text(text)
+        file.put_aside()
+    kept = {path.name: path.read_text() for path in file.path.parent.iterdir()}
+    assert kept == {
+        "slot0.state.refused": "first",
+        "slot0.state.refused.2": "second",
+        "slot0.state.refused.3": "third",
+    }
 
 
 def test_a_schema_of_a_later_agent_is_not_guessed_at(file: StateFile) -> None:

@@ -79,6 +79,7 @@ class Node:
 
     def kill(self) -> None:
         self.agent.audit.close()
+        self.agent._lock.close()
         for slot in self.agent.slots:
             slot._record.close()
             slot._grant_page.close()

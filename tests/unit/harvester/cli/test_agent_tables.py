@@ -45,7 +45,13 @@ def offers(scale: int) -> SlotOffers:
         )
         for name in ("slot0", "slot1")
     )
-    return SlotOffers(node=NodeId("node-a"), slots=slots, restart_needed=("http.port",))
+    return SlotOffers(
+        node=NodeId("node-a"),
+        slots=slots,
+        restart_needed=("http.port",),
+        unopened={"slot2": "page belongs to another user"},
+        config_refused="agent.yaml: moed is no field",
+    )
 
 
 def printed(scale: int, width: int) -> list[list[str]]:
@@ -81,4 +87,7 @@ def test_long_texts_are_sentences() -> None:
     found = list(agent_sentences(offers(9)))
     assert found[0].startswith(f"Slot {'slot0' * 9} lends ")
     assert found[1] == f"Slot {'slot0' * 9}: " + "level_ttft is over its limit " * 9
+    assert found[-3] == "Slot slot2 is not open: page belongs to another user"
+    refused = "A reload was refused, the old configuration goes on: agent.yaml: moed is no field"
+    assert found[-2] == refused
     assert found[-1] == "The agent needs a restart for http.port"

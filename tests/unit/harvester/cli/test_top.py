@@ -64,13 +64,15 @@ FULL = offer(
 class FakeAgent:
     def __init__(self) -> None:
         self.slots: tuple[SlotOffer, ...] = (FULL,)
+        self.unopened: dict[str, str] = {}
         self.sent: list[str | None] = []
         agent = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 agent.sent.append(self.headers.get("Authorization"))
-                body = msgspec.json.encode(SlotOffers(node=NodeId("n1"), slots=agent.slots))
+                offers = SlotOffers(node=NodeId("n1"), slots=agent.slots, unopened=agent.unopened)
+                body = msgspec.json.encode(offers)
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(body)
@@ -156,6 +158,12 @@ def test_an_agent_without_an_answer_is_a_row_beside_the_others(agent: FakeAgent)
     assert "http://127.0.0.1:1 gives no answer" in text
     assert "slot0" in text
     assert view.answered == 1
+
+
+def test_a_slot_that_is_not_open_is_named_below_the_others(agent: FakeAgent) -> None:
+    agent.unopened = {"slot1": "page belongs to another user"}
+    view, _ = view_of(agent.url)
+    assert "n1: Slot slot1 is not open: page belongs to another user" in shown(view)
 
 
 def test_no_text_of_an_agent_commands_the_terminal(agent: FakeAgent) -> None:

@@ -276,3 +276,56 @@ def test_a_compressed_line_without_end_is_refused(path: Path) -> None:
     path.write_bytes(zstandard.compress(b"x" * (MAX_LINE_BYTES + 1)))
     with pytest.raises(Corrupt, match="line 1: longer than"):
         list(read_journal(path))
+
+
+def test_a_writer_knows_whether_its_file_is_in_place(path: Path) -> None:
+    writer = JournalWriter(path, packed=True)
+    writer.opened(first_line())
+    decide(writer, 0.0)
+    assert writer.in_place
+    path.rename(path.with_name("moved"))
+    assert not writer.in_place
+    path.touch()
+    assert not writer.in_place
+    path.with_name("moved").replace(path)
+    assert writer.in_place
+    os.truncate(path, 0)
+    decide(writer, 1.0)
+    assert not writer.in_place
+    writer.close()
+
+
+def test_a_rotated_file_is_in_place_too(path: Path) -> None:
+    writer = JournalWriter(path, max_bytes=2000, packed=True)
+    writer.opened(first_line())
+    while not writer.full:
+        decide(writer, 0.0)
+    writer.rotate(first_line())
+    assert writer.in_place
+    decide(writer, 1.0)
+    assert writer.in_place
+    writer.close()
+
+
+@pytest.mark.parametrize(("kept_ratio", "crashes"), [(0.0, False), (0.5, False), (0.0, True)])
+def test_after_a_cut_the_new_file_reads_by_itself(
+    path: Path, small_frames: None, kept_ratio: float, crashes: bool
+) -> None:
+    """A file without its head can be read by nothing, and costs no older one."""
+    older = path.with_name("slot.journal.1")
+    journal(older, 3)
+    writer = JournalWriter(path, packed=True)
+    writer.opened(first_line())
+    for beat in range(10):
+        decide(writer, float(beat))
+    os.truncate(path, int(path.stat().st_size * kept_ratio))
+    for beat in range(10, 14):
+        decide(writer, float(beat))
+    left = path.read_bytes()
+    writer.give_up()
+    if crashes:
+        path.write_bytes(left)
+    journal(path, 2)
+    assert times(path) == [0.0, 1.0]
+    if not kept_ratio:
+        assert times(older) == [0.0, 1.0, 2.0]

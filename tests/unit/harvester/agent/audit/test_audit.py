@@ -408,3 +408,36 @@ def test_the_log_has_the_same_events(stage: Stage, caplog: pytest.LogCaptureFixt
     in_file = stage.config.audit_file.read_text().splitlines()[1:]
     assert lines == in_file
     assert json.loads(lines[-1])["schema"] == 1
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "cut"])
+def test_an_audit_that_another_program_took_away_is_counted_and_goes_on(
+    stage: Stage, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    stage.harvest()
+    stage.beats(20)
+    file = stage.config.audit_file
+    if how == "moved":
+        file.rename(file.with_suffix(".1"))
+    elif how == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, 0)
+    stage.beats(20)
+    first, *more = stage.events
+    assert (first.event, first.omitted) == ("audit_resumed", 1)
+    assert first.reason == "moved, removed or cut by another program"
+    assert more == []
+    assert stage.missing() == 1
+    assert "the audit was moved" in caplog.text
+    stage.switch.write_text("drain")
+    stage.beats(20)
+    assert stage.of("kill_switch")
+    assert stage.missing() == 1
+
+
+def test_an_event_that_comes_first_hides_no_audit_that_was_taken_away(stage: Stage) -> None:
+    stage.harvest()
+    stage.config.audit_file.unlink()
+    stage.ask("r2", job="other")
+    assert [event.event for event in stage.events] == ["audit_resumed", "lease_refused"]

@@ -1,0 +1,133 @@
+"""One agent for each `state_dir`, whatever pages it has: a second one reads and writes nothing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harvester.agent.host_removal import undo
+from harvester.agent.node import NodeAgent
+from harvester.agent.state_lock import lock_state
+from harvester.cli.root import main
+from harvester.config import AgentConfig
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.wire.stops import StopOrder, StopRequest
+
+HOLDER = """
+import sys, pathlib
+from harvester.agent.state_lock import lock_state
+held = lock_state(pathlib.Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig.model_validate(
+        {
+            "page_root": tmp_path / "pages",
+            "state_dir": tmp_path / "state",
+            "slots": [{"name": "slot0"}],
+        }
+    )
+
+
+@pytest.fixture
+def node(config: AgentConfig) -> Iterator[NodeAgent]:
+    node = started(config)
+    node.order(StopRequest(order=StopOrder.DRAIN, by="alice", reason="incident"))
+    node.beat()
+    yield node
+    node.close()
+
+
+def started(config: AgentConfig) -> NodeAgent:
+    return NodeAgent(config, clock=MonotonicClock(), version="1")
+
+
+def elsewhere(config: AgentConfig) -> AgentConfig:
+    """The file after an edit that awaits a restart: other pages, the same records."""
+    return config.model_copy(update={"page_root": config.page_root.with_name("pages2")})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_second_agent_with_other_pages_is_refused_and_changes_nothing(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    before = contents(config.state_dir)
+    with pytest.raises(ConfigError, match=rf"by process {os.getpid()}: stop the agent"):
+        started(elsewhere(config))
+    assert contents(config.state_dir) == before
+    node.beat()
+    assert node.stops.stops[0].reason == "incident"
+
+
+def test_undo_with_other_pages_leaves_a_running_agent_its_records(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    before = contents(config.state_dir)
+    with pytest.raises(ConfigError, match="stop the agent"):
+        undo(elsewhere(config), records=True)
+    assert contents(config.state_dir) == before
+    node.beat()
+
+
+def test_a_check_of_the_file_needs_no_lock(
+    node: NodeAgent, config: AgentConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.yaml"
+    file.write_text(
+        f"page_root: {config.page_root}2\nstate_dir: {config.state_dir}\nslots: [{{name: slot0}}]\n"
+    )
+    with pytest.raises(SystemExit) as left:
+        main(["agent", "--config", str(file), "--check-config"])
+    assert not left.value.code
+    assert node.alive()
+
+
+def test_the_successor_of_an_agent_that_stopped_or_was_killed_starts_at_once(
+    config: AgentConfig,
+) -> None:
+    for _ in range(2):
+        started(config).close()
+    holder = [sys.executable, "-c", HOLDER, str(config.state_dir)]
+    with subprocess.Popen(holder, stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ConfigError, match=f"process {process.pid}"):
+            started(config)
+        process.kill()
+    started(config).close()
+
+
+def test_only_its_user_may_open_the_lock_and_undo_takes_it_away(config: AgentConfig) -> None:
+    started(config).close()
+    lock = config.state_dir / ".lock"
+    assert lock.stat().st_mode & 0o777 == 0o600
+    undo(config, records=False)
+    assert not lock.exists()
+    undo(config, records=False)
+    assert not lock.exists()
+
+
+def test_a_lock_that_cannot_be_opened_says_why_and_which_faults_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"cannot lock .*; it must be this user's"):
+        lock_state(tmp_path)
+    monkeypatch.setattr("os.open", _full)
+    with pytest.raises(Exhausted, match="No space left"):
+        lock_state(tmp_path)
+
+
+def _full(*_: object, **__: object) -> int:
+    raise OSError(28, "No space left on device")
