@@ -24,7 +24,9 @@ def lock_state(state_dir: Path) -> FileLock:
             return lock
     except OSError as error:
         kind = Exhausted if error.errno in DISK_FAULTS else ConfigError
-        raise kind(f"state_dir: cannot lock {path}: {error.strerror}; it must be this user's") from error
+        raise kind(
+            f"cannot lock state_dir at {path}: {error.strerror}; it must be this user's"
+        ) from error
     raise ConfigError(
         f"state_dir {state_dir} is in use by process {lock.holder()}: stop the agent that runs "
         "with it, or give each agent a state_dir of its own"
