@@ -294,7 +294,8 @@ def test_the_agent_does_not_start_on_a_page_root_that_others_can_change(
 
 
 def test_an_agent_of_a_user_that_engines_would_not_believe_does_not_start(root: Path) -> None:
-    os.chown(root / "pages", STRANGER, STRANGER)
+    for name in ("pages", "state"):
+        os.chown(root / name, STRANGER, STRANGER)
     script = AGENT_PROCESS.replace("{agent}", str(STRANGER))
     agent = Told(script, root / "agent.yaml", stream="stderr")
     try:
