@@ -112,7 +112,7 @@ async def test_a_turn_that_cannot_move_says_so_and_ends_where_it_must() -> None:
 
 
 async def test_a_turn_that_cannot_move_begins_on_no_guest_that_joined_while_it_waited() -> None:
-    guest = engine()
+    guest = FakeEngine(step_s=0.002, epoch="1")
     async with gateway_on(engine()) as gateway:
         site = Site()
         gateway.sites.append(site)
