@@ -149,8 +149,9 @@ class VersionPolicy:
     def fails(self, engine: EngineId) -> bool:
         """Whether the engine's last update to the target failed; it may be trying again."""
         at = self._engines.get(engine)
-        behind = at is not None and at.state is not EngineState.SERVING
-        return at is not None and behind and at.failed == self._target
+        if at is None or at.failed is None or at.state is EngineState.SERVING:
+            return False
+        return at.failed == self._target
 
     def published(self, job: JobId) -> JobVersion | None:
         return self._published.get(job)
