@@ -10,6 +10,8 @@ from aiohttp import web
 
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.tenants import Tenants
+from weightsync.publish.composing import composed_files
+from weightsync.serve.composed_versions import Compose, ComposedVersions
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.relay import RelayShelf
@@ -76,16 +78,19 @@ def running(
 
 @contextmanager
 def served(
-    root: Path,
+    root: Path | str,
     *,
     tenants: Tenants = OPEN,
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
     port: int = 0,
     base_checkpoint: Path | None = None,
+    compose: Compose | None = composed_files,
+    composed_bytes: int = 1 << 30,
 ) -> Iterator[str]:
     def app() -> tuple[web.Application, Shelf]:
-        shelf = SourceShelf(StoreRoot(root, base_checkpoint=base_checkpoint))
+        composed = ComposedVersions(compose, kept_bytes=composed_bytes) if compose else None
+        shelf = SourceShelf(StoreRoot(root, base_checkpoint=base_checkpoint), composed)
         return WeightServer(shelf, tenants=tenants, limits=limits, metrics=metrics).app(), shelf
 
     with running(app, port=port) as url:

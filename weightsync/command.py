@@ -18,8 +18,13 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.reading.memory_room import STAGING_BYTES
 
 if TYPE_CHECKING:
+    from threading import Event
+
+    from weightsync.layout.names import VersionRef
+    from weightsync.serve.composed_versions import Files
     from weightsync.serve.metrics import TransferMetrics
     from weightsync.serve.shelf import Shelf
+    from weightsync.transport.source import StoreSource
 
 Host = Annotated[
     str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
@@ -74,17 +79,34 @@ def serve(
     max_mbit: Rate = None,
     max_transfers: Transfers = 64,
     base_checkpoint: BaseOption = None,
+    composed_bytes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Largest size of the deltas over several versions that are composed for readers "
+            "and kept, in memory or TMPDIR; 0 composes none.",
+        ),
+    ] = 1 << 30,
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
+    from weightsync.serve.composed_versions import ComposedVersions
     from weightsync.serve.shelf import SourceShelf
     from weightsync.transport.location import StoreRoot
 
     stores = StoreRoot(root, base_checkpoint=base_checkpoint)
 
-    def shelf(_: "TransferMetrics") -> SourceShelf:
-        return SourceShelf(stores)
+    def shelf(metrics: "TransferMetrics") -> SourceShelf:
+        composed = ComposedVersions(_composed, kept_bytes=composed_bytes, metrics=metrics)
+        return SourceShelf(stores, composed if composed_bytes else None)
 
     _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
+
+
+def _composed(source: "StoreSource", ref: "VersionRef", closed: "Event") -> "Files":
+    # Only now, since servers that compose nothing run without codecs.
+    from weightsync.publish.composing import composed_files
+
+    return composed_files(source, ref, closed)
 
 
 def relay(

@@ -32,6 +32,8 @@ from weightsync.receive.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
+_COMPOSED_FROM = 4
+"""Versions from which on a server is asked to compose them: as many as the shortest skip delta."""
 _BROKEN = (Corrupt, Unsupported, Stale)
 """Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
 
@@ -175,6 +177,8 @@ class Receiver:
             current = None
         latest = self._store.latest()
         self._present = self._store.refs()
+        if self._store.composes and current is not None and target - current >= _COMPOSED_FROM:
+            self._present |= {VersionRef(Kind.SKIP, target, current)}
         self._look_ahead(current, target)
         if current == target:
             self._steps.pop(VersionRef(Kind.WEIGHT, target), None)

@@ -3,8 +3,9 @@
 Small models of four architectures take real steps of AdamW on 32-bit weights; the published values
 are those rounded to bfloat16. Each state goes into a store with a publisher's defaults and into one
 without skip deltas. Receivers that hold an older version, from each version that has one so many
-versions later, and joiners catch up from both; every byte that they read counts, indexes included,
-and what they end with is compared with the published state.
+versions later, and joiners catch up from both, and from `rosemux weights serve` over the first;
+every byte that they read counts, indexes included, and what they end with is compared with the
+published state.
 """
 
 import argparse
@@ -12,14 +13,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.testbed.reporting import report
-from benchmarks.weightsync.parts import CountedDirectory
+from benchmarks.weightsync.children import weight_server
+from benchmarks.weightsync.counted import Counted, CountedDirectory, CountedHttp
 from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
@@ -154,10 +156,19 @@ def _case(name: str, learning_rate: float) -> dict[str, Any]:
                     seconds[skips].append(time.perf_counter() - started)
                 training.step()
         changed = _changed_ratio(states[0], states[1])
-        absences = [
-            {"versions": count, **_after_absence(stores, states, count)} for count in ABSENCES
-        ]
-        joiner = {skips: _read(store, None, VERSIONS, states) for skips, store in stores.items()}
+        with weight_server(Path(directory)) as url:
+            sources: dict[str, Callable[[], Counted]] = {
+                "single": lambda: CountedDirectory(stores[False]),
+                "directory": lambda: CountedDirectory(stores[True]),
+                "server": lambda: CountedHttp(f"{url}/stores/{stores[True].name}"),
+            }
+            absences = [
+                {"versions": count, **_after_absence(sources, states, count)} for count in ABSENCES
+            ]
+        joiner = {
+            skips: _read(CountedDirectory(store), None, VERSIONS, states)
+            for skips, store in stores.items()
+        }
         held = {skips: _stored(store) for skips, store in stores.items()}
     return {
         "model": name,
@@ -174,27 +185,35 @@ def _case(name: str, learning_rate: float) -> dict[str, Any]:
 
 
 def _after_absence(
-    stores: Mapping[bool, Path], states: list[State], count: int
-) -> dict[str, float]:
-    """Bytes with skip deltas over those without: mean of all beginnings, the least and the most;
-    that of an absence that begins at the first full checkpoint."""
-    ratios = {
-        start: _read(stores[True], start, start + count, states)
-        / _read(stores[False], start, start + count, states)
-        for start in range(1, VERSIONS - count + 1)
+    sources: Mapping[str, Callable[[], Counted]], states: list[State], count: int
+) -> dict[str, dict[str, float]]:
+    """Bytes over those of single deltas, from the store and from its server: mean of all
+    beginnings, the least and the most; that of an absence that begins at the first full
+    checkpoint."""
+    read = {
+        name: [
+            _read(source(), start, start + count, states)
+            for start in range(1, VERSIONS - count + 1)
+        ]
+        for name, source in sources.items()
     }
+    single = read.pop("single")
+    return {name: _ratios(found, single) for name, found in read.items()}
+
+
+def _ratios(found: list[int], single: list[int]) -> dict[str, float]:
+    ratios = [one / other for one, other in zip(found, single, strict=True)]
     return {
-        "mean": round(statistics.mean(ratios.values()), 3),
-        "min": round(min(ratios.values()), 3),
-        "max": round(max(ratios.values()), 3),
-        "from_full": round(ratios[1], 3),
+        "mean": round(statistics.mean(ratios), 3),
+        "min": round(min(ratios), 3),
+        "max": round(max(ratios), 3),
+        "from_full": round(ratios[0], 3),
     }
 
 
-def _read(store: Path, held: int | None, target: int, states: list[State]) -> int:
+def _read(source: Counted, held: int | None, target: int, states: list[State]) -> int:
     """Bytes that a receiver at a version reads. It has read the indexes back to the full checkpoint
     before, as a running one has."""
-    source = CountedDirectory(store)
     receiver = Receiver(source)
     begin = states[0] if held is None else states[held - 1]
     tensors = {name: tensor.clone() for name, tensor in begin.items()}

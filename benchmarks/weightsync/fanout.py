@@ -17,11 +17,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from benchmarks.testbed.reporting import report
+from benchmarks.weightsync.children import WEIGHTS, child, line
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
@@ -35,7 +36,6 @@ _STORE = "job-a"
 _TENSORS = 12
 _CHANGED = 0.02
 _PATIENCE_S = 240.0
-_COMMAND = (sys.executable, "-m", "harvester.cli", "weights")
 State = dict[str, torch.Tensor]
 
 
@@ -109,12 +109,12 @@ def _served_and_relayed(link: SlowLink, folder: Path) -> Iterator[str]:
     serve = f"serve {folder}/stores --host {link.origin_address} --port {_PORT}"
     relay = f"relay {upstream} --port {_RELAY_PORT} --cache {folder}/cache"
     commands = (
-        link.run(link.origin, [*_COMMAND, *serve.split(), "--token-file", str(token)]),
-        link.run(link.edge, [*_COMMAND, *relay.split(), "--upstream-token-file", str(token)]),
+        link.run(link.origin, [*WEIGHTS, *serve.split(), "--token-file", str(token)]),
+        link.run(link.edge, [*WEIGHTS, *relay.split(), "--upstream-token-file", str(token)]),
     )
-    with _process(commands[0]) as serving, _process(commands[1]) as relaying:
+    with child(commands[0]) as serving, child(commands[1]) as relaying:
         for process in (serving, relaying):
-            _line(process.stdout)
+            line(process.stdout)
         yield f"http://127.0.0.1:{_RELAY_PORT}/stores/{_STORE}"
 
 
@@ -130,10 +130,10 @@ class _ReceiverGroup:
     def started(cls, link: SlowLink, url: str, receivers: int) -> Iterator["_ReceiverGroup"]:
         command = [sys.executable, "-m", "benchmarks.weightsync.fanout", "--receive", url]
         command += ["--receivers", str(receivers)]
-        with _process(link.run(link.edge, command)) as process:
+        with child(link.run(link.edge, command)) as process:
             group = cls(process, receivers)
             for _ in range(receivers):
-                _line(process.stdout)
+                line(process.stdout)
             yield group
 
     def phase(self, link: SlowLink, mbit: float, begin: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _ReceiverGroup:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         begin()
-        reports = [json.loads(_line(self.process.stdout)) for _ in range(self.receivers)]
+        reports = [json.loads(line(self.process.stdout)) for _ in range(self.receivers)]
         seconds = clock.now() - began_s
         (payload_bytes,) = {each["bytes_read"] for each in reports}
         if len({(each["version"], each["state_hash"]) for each in reports}) != 1:
@@ -168,14 +168,14 @@ def _receive_all(url: str, receivers: int) -> None:
     children = [
         context.Process(target=_receive, args=(url, phases), daemon=True) for _ in range(receivers)
     ]
-    for child in children:
-        child.start()
+    for receiver in children:
+        receiver.start()
     for phase in phases:
         if not sys.stdin.readline():
             return
         phase.set()
-    for child in children:
-        child.join()
+    for receiver in children:
+        receiver.join()
 
 
 def _receive(url: str, phases: list[Any]) -> None:
@@ -210,34 +210,6 @@ def _receive(url: str, phases: list[Any]) -> None:
 def _say(reports: dict[str, Any]) -> None:
     """One write, so that lines of several processes do not mix."""
     os.write(sys.stdout.fileno(), json.dumps(reports).encode() + b"\n")
-
-
-@contextmanager
-def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        # A session of its own: Ctrl-C ends this process first, and this one ends all others.
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-
-
-def _line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    line = stream.readline()
-    if not line:
-        raise Exhausted("a part of the benchmark ended early; see what it said above")
-    return line
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.weightsync.counted import CountedDirectory
 from benchmarks.weightsync.memory import SETTINGS_BYTES
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import spec_of
@@ -20,7 +21,6 @@ from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, Selection, TensorParallel
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.transport.directory import DirectorySource
 
 State = dict[str, torch.Tensor]
 WIDTH = 1024
@@ -55,21 +55,6 @@ def measure(width: int = WIDTH) -> dict[str, Any]:
             {"share": name, **_pulled(store, share, second)} for name, share in _shares().items()
         ]
     return {"model_bytes": _size(first), "shares": shares}
-
-
-class CountedDirectory(DirectorySource):
-    """Counts the bytes read."""
-
-    read_total = 0
-
-    def read_range(self, path: str, start: int, into: memoryview) -> None:
-        self.read_total += len(into)
-        super().read_range(path, start, into)
-
-    def read_small(self, path: str, limit_bytes: int) -> bytes:
-        raw = super().read_small(path, limit_bytes)
-        self.read_total += len(raw)
-        return raw
 
 
 def _pulled(store: Path, share: Selection | None, final: State) -> dict[str, Any]:

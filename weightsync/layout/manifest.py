@@ -23,6 +23,7 @@ from weightsync.layout.index_summary import (
     IndexMetadata,
     IndexSummary,
 )
+from weightsync.layout.names import MAX_INDEX_BYTES
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table, plain_table
 
@@ -118,7 +119,22 @@ class Manifest:
         return self.block.encodings.get(name, self.delta_encoding)
 
 
-def without_chunks(manifest: Manifest) -> Manifest:
+def encoded_manifest(manifest: Manifest) -> bytes:
+    """Serialise the index of a version for publishing: compressed if it is large and no other
+    system could read what it lists, and without chunk digests where it would be too large for
+    readers with them; readers of a part then read whole shards. Raises Unsupported."""
+    index = _encoded(manifest)
+    if len(index) > MAX_INDEX_BYTES:
+        index = _encoded(_without_chunks(manifest))
+    if len(index) > MAX_INDEX_BYTES:
+        raise Unsupported(
+            f"an index of {len(index)} bytes: {len(manifest.weight_map)} entries are too many; "
+            "publish from fewer ranks"
+        )
+    return index
+
+
+def _without_chunks(manifest: Manifest) -> Manifest:
     """The same version without chunk digests, so that it is read whole."""
     block = manifest.block
     if block is None:
@@ -129,9 +145,7 @@ def without_chunks(manifest: Manifest) -> Manifest:
     return replace(manifest, block=msgspec.structs.replace(block, files=files))
 
 
-def encoded_manifest(manifest: Manifest) -> bytes:
-    """Serialise the index of a version for publishing: compressed if it is large and no other
-    system could read what it lists. Raises Unsupported for an index too large for readers."""
+def _encoded(manifest: Manifest) -> bytes:
     delta = not manifest.is_full
     base = manifest.base_version
     metadata = IndexMetadata(

@@ -16,7 +16,7 @@ from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.layout.manifest import FileRecord
 from weightsync.layout.shard import shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
-from weightsync.publish.store_writer import Draft
+from weightsync.publish.store_writer import DeltaDraft, Draft
 
 _MAX_ENTRIES = 1 << 15
 """Entries of one file of a delta: its header stays within what readers take."""
@@ -28,7 +28,7 @@ class ShardFiles:
     With `may_pack`, large headers of deltas are packed, which other systems do not read.
     """
 
-    def __init__(self, draft: Draft, *, rank: int, limit_bytes: int, may_pack: bool) -> None:
+    def __init__(self, draft: DeltaDraft, *, rank: int, limit_bytes: int, may_pack: bool) -> None:
         self._draft = draft
         self._may_pack = may_pack
         self._rank = rank
@@ -51,20 +51,6 @@ class ShardFiles:
         self._draft.settle()
         return self._done
 
-    def write_full(
-        self, layout: Layout, read: Callable[[str], Any], digests: Mapping[str, str]
-    ) -> list[Shard]:
-        """Files of dense tensors; none where this rank has no entries."""
-        contents = {
-            self._name(number): _Content(group, read, {entry: digests[entry] for entry in group})
-            for number, group in enumerate(shard_layouts(layout, self._draft.full_file_bytes), 1)
-        }
-        self._draft.write_all(contents)
-        return [
-            Shard(name, content.record, dict.fromkeys(content.layout, Encoding.DENSE))
-            for name, content in contents.items()
-        ]
-
     def _flush(self) -> None:
         entries = dict(sorted(self._open.items()))
         layout = {e: shared_spec("U8", (len(encoded.payload),)) for e, encoded in entries.items()}
@@ -72,15 +58,36 @@ class ShardFiles:
         encodings = {entry: encoded.encoding for entry, encoded in entries.items()}
         self._open = {}
         self._open_bytes = 0
-        name = self._name(len(self._done) + 1)
+        name = _file_name(self._rank, len(self._done) + 1)
         content = _Content(
             layout, lambda entry: entries[entry].payload, checksums, may_pack=self._may_pack
         )
         self._draft.write(name, content)
         self._done.append(Shard(name, content.record, encodings))
 
-    def _name(self, number: int) -> str:
-        return f"rank-{self._rank:05d}-{number:05d}.safetensors"
+
+def full_shards(
+    draft: Draft,
+    layout: Layout,
+    read: Callable[[str], Any],
+    digests: Mapping[str, str],
+    *,
+    rank: int,
+) -> list[Shard]:
+    """Write files of dense tensors; none where this rank has no entries."""
+    contents = {
+        _file_name(rank, number): _Content(group, read, {entry: digests[entry] for entry in group})
+        for number, group in enumerate(shard_layouts(layout, draft.full_file_bytes), 1)
+    }
+    draft.write_all(contents)
+    return [
+        Shard(name, content.record, dict.fromkeys(content.layout, Encoding.DENSE))
+        for name, content in contents.items()
+    ]
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"rank-{rank:05d}-{number:05d}.safetensors"
 
 
 class _Content:

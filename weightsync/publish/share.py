@@ -22,7 +22,7 @@ from weightsync.publish.agreement import (
     WrittenShare,
     entries_of,
 )
-from weightsync.publish.delta_shards import ShardFiles
+from weightsync.publish.delta_shards import ShardFiles, full_shards
 from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
 from weightsync.publish.store_writer import Draft
@@ -139,8 +139,12 @@ class Share:
     def write_full(self, draft: Draft) -> WrittenShare:
         """Write the copy as a full checkpoint."""
         contents = self._copy.contents
-        shards = self._files(draft).write_full(
-            contents.layout, lambda entry: bytes_of(self._copy.bits(entry)).data, contents.digests
+        shards = full_shards(
+            draft,
+            contents.layout,
+            lambda entry: bytes_of(self._copy.bits(entry)).data,
+            contents.digests,
+            rank=self._rank,
         )
         return WrittenShare(shards, {})
 
@@ -154,7 +158,12 @@ class Share:
 
     def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
         """Write what differs from the copy; raises ConfigError if an iterable has other entries."""
-        files = self._files(draft)
+        files = ShardFiles(
+            draft,
+            rank=self._rank,
+            limit_bytes=self._shard_bytes,
+            may_pack=self._encoding is Encoding.ROSEMUX,
+        )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
         for found in self._compared(intake, expected):
@@ -185,14 +194,6 @@ class Share:
             self._copy.advance(shards, encodings, self._pool)
         self._copy.hold(version, outcome.state_hash, written.digests)
         self._is_reported = True
-
-    def _files(self, draft: Draft) -> ShardFiles:
-        return ShardFiles(
-            draft,
-            rank=self._rank,
-            limit_bytes=self._shard_bytes,
-            may_pack=self._encoding is Encoding.ROSEMUX,
-        )
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
         """Compare in the order of the intake; removes each entry from `expected`."""

@@ -6,39 +6,28 @@ costs only their absence. Rank 0 makes them for all ranks.
 """
 
 import logging
-import math
-from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 
-from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale
+from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
-from weightsync.encoding.codec import Encoded, Encoding, composed
-from weightsync.layout.manifest import Block, Manifest
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare
+from weightsync.publish.composing import ROOM_BYTES, SkipDelta, composed_skip
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.store_writer import WritableStore
 from weightsync.publish.version_writer import VersionWriter
 from weightsync.reading.memory_room import MemoryRoom
-from weightsync.reading.spool import Spool, StagedFile
+from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
-from weightsync.transport.ranges import ByteSpan
 
 _LOG = logging.getLogger(__name__)
 _SPANS = (4, 8)
 """Versions that a skip delta covers; at every version that the longest divides another goes back to
 the full checkpoint."""
-_MOST_OF_DENSE = 0.5
-"""Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
-_SMALL_BYTES = 64 << 20
-_MAX_PAYLOADS = 1 << 19
-"""Each takes some 50 us of the interpreter, which the trainer shares."""
-_ROOM_BYTES = 64 << 20
 _WAITING = 3
 CLOSE_S = 10.0
 
@@ -54,14 +43,6 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
     if max(_SPANS) in spans:
         spans.add(since)
     return tuple(WeightVersion(version - span) for span in sorted(spans))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkipDelta:
-    ref: VersionRef
-    block: Block
-    """The block of the version that it leads to."""
-    entries: Mapping[str, Encoded]
 
 
 class SkipDeltas:
@@ -122,7 +103,7 @@ class SkipDeltas:
             for entry, encoded in skip.entries.items():
                 files.add(entry, encoded)
             written = WrittenShare(files.finish(), {})
-        self._lead.commit_skip(begun, skip.ref, skip.block, written)
+        self._lead.commit_skip(begun, skip, written)
 
 
 class _Maker:
@@ -140,9 +121,11 @@ class _Maker:
             self._make(*due)
 
     def _make(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> None:
-        spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
+        spool = Spool(MemoryRoom(ROOM_BYTES), self._spool_dir)
         try:
-            self.made.put(made(self.reader, base, version, layout, spool, until=self.is_closed))
+            ref = VersionRef(Kind.SKIP, version, base)
+            found = composed_skip(self.reader, ref, layout, spool, until=self.is_closed)
+            self.made.put(found)
         except Exception as error:
             _log_left_out(error)
 
@@ -150,83 +133,3 @@ class _Maker:
 def _log_left_out(error: Exception) -> None:
     level = logging.INFO if isinstance(error, Exhausted) else logging.WARNING
     _LOG.log(level, "a skip delta is left out: %s", error)
-
-
-def made(
-    store: Store,
-    base: WeightVersion,
-    version: WeightVersion,
-    layout: Layout,
-    spool: Spool,
-    *,
-    until: Event,
-) -> SkipDelta:
-    """Compose the deltas from `base` to `version`; `layout` is of the versions' entries.
-
-    Raises Exhausted if they are too large or the event is set, Stale if they do not lead from the
-    one to the other, and Corrupt.
-    """
-    ref = VersionRef(Kind.SKIP, version, base)
-    chain = _chain(store, base, version)
-    block = chain[-1][1].block
-    if block is None:
-        raise Corrupt(f"{ref.directory}: version {version} is of another system")
-    changes, digests = _payloads(store, chain, spool, until)
-    entries = {}
-    for entry, steps in changes.items():
-        _check_open(until)
-        found = composed(
-            ((encoding, file.read(span).data) for encoding, file, span in steps),
-            layout[entry],
-            digests[entry],
-        )
-        if found is not None:
-            entries[entry] = found
-    return SkipDelta(ref=ref, block=block, entries=entries)
-
-
-def _payloads(
-    store: Store, chain: list[tuple[VersionRef, Manifest]], spool: Spool, until: Event
-) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str]]:
-    """Per entry: where its payloads are, in the chain's order, and the last digest."""
-    changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
-    digests: dict[str, str] = {}
-    for ref, manifest in chain:
-        for shard in manifest.shards:
-            _check_open(until)
-            copy = store.shard(ref, manifest, shard, spool, lent_bytes=_ROOM_BYTES)
-            copy.fetch()
-            header = copy.header()
-            digests |= header.metadata
-            for entry in header.layout:
-                span = ByteSpan(*header.offsets[entry])
-                change = (manifest.encoding_of(entry), copy.staged, span)
-                changes.setdefault(entry, []).append(change)
-    return changes, digests
-
-
-def _check_open(until: Event) -> None:
-    if until.is_set():
-        raise Exhausted("the publisher was closed before it was finished")
-
-
-def _chain(
-    store: Store, base: WeightVersion, version: WeightVersion
-) -> list[tuple[VersionRef, Manifest]]:
-    chain: list[tuple[VersionRef, Manifest]] = []
-    at: WeightVersion | None = version
-    left_bytes, left_payloads = math.inf, _MAX_PAYLOADS
-    while at is not None and at > base:
-        ref = VersionRef(Kind.WEIGHT, at)
-        manifest = store.manifest(ref)
-        if not chain and manifest.block is not None:
-            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.block.bytes_dense)
-        chain.append((ref, manifest))
-        left_bytes -= store.size_bytes(ref, manifest)
-        left_payloads -= len(manifest.weight_map)
-        if left_bytes < 0 or left_payloads < 0:
-            raise Exhausted(f"the deltas from version {at} to {version} are too large")
-        at = manifest.base_version
-    if at != base:
-        raise Stale(f"the deltas of version {version} do not lead back to version {base}")
-    return chain[::-1]

@@ -29,25 +29,29 @@ others, a kill could leave half of LATEST."""
 _LOCAL = frozenset({"file", "local"})
 
 
-class Draft(Protocol):
-    """A version in the making, as one rank writes it.
+class DeltaDraft(Protocol):
+    """A delta in the making, as one rank writes it.
 
     Raises Exhausted without space or an answer, ConfigError if the user must act.
     """
+
+    def write(self, file: str, chunks: Iterable[Any]) -> int:
+        """Start writing a file of a delta, which `settle` waits for; returns its size."""
+
+    def settle(self) -> None:
+        """Wait until every file of `write` is stored durably."""
+        return
+
+
+class Draft(DeltaDraft, Protocol):
+    """A version in the making, a delta or a full checkpoint."""
 
     @property
     def full_file_bytes(self) -> int:
         """Target size of one file of a full checkpoint."""
 
-    def write(self, file: str, chunks: Iterable[Any]) -> int:
-        """Start writing a file of a delta, which `settle` waits for; returns its size."""
-
     def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
         """Write files of a full checkpoint. Their chunks may be iterated more than once."""
-
-    def settle(self) -> None:
-        """Wait until every file of `write` is stored durably."""
-        return
 
     def written(self, file: str, published: str) -> Bytes:
         """The bytes of a file that `write` took; `published` is its path in the store by now."""

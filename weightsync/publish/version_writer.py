@@ -22,14 +22,8 @@ from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
-from weightsync.layout.manifest import (
-    BLOCK_FORMAT,
-    Block,
-    Manifest,
-    encoded_manifest,
-    without_chunks,
-)
-from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
+from weightsync.layout.manifest import BLOCK_FORMAT, Block, Manifest, encoded_manifest
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
     PublishOrder,
@@ -42,6 +36,7 @@ from weightsync.publish.agreement import (
     merged_contents,
     reported_contents,
 )
+from weightsync.publish.composing import SkipDelta
 from weightsync.publish.last_published import Contents
 from weightsync.publish.store_writer import StoreWriter
 
@@ -189,13 +184,12 @@ class VersionWriter:
             raise Stale(f"version {ref.version} was pruned")
         return self._writer.begin(ref)
 
-    def commit_skip(self, begun: str, ref: VersionRef, block: Block, written: WrittenShare) -> None:
-        """Make a skip delta visible; `block` is of the version that it leads to."""
-        _, small = self._complete(
-            begun, ref.version, ref.base or 0, [written], block.state_hash, block.bytes_dense
-        )
+    def commit_skip(self, begun: str, skip: SkipDelta, written: WrittenShare) -> None:
+        """Make a skip delta visible."""
+        names = self._writer.place(begun, [written], alone="")
+        small = self._small_files(skip.manifest(written.shards, names))
         self._check_quota(_size_bytes([written], small))
-        self._writer.finish(begun, ref, small)
+        self._writer.finish(begun, skip.ref, small)
 
     def _check_quota(self, size_bytes: int) -> None:
         if self._max_bytes is not None:
@@ -234,17 +228,11 @@ class VersionWriter:
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
         manifest = self._manifest(version, base, written, names, state_hash, bytes_dense)
-        index = encoded_manifest(manifest)
-        if len(index) > MAX_INDEX_BYTES:
-            # Drops the chunk digests; readers of a part must then read the whole shard.
-            index = encoded_manifest(without_chunks(manifest))
-        if len(index) > MAX_INDEX_BYTES:
-            raise Unsupported(
-                f"an index of {len(index)} bytes: {len(self._next.layout)} entries are too many; "
-                "publish from fewer ranks"
-            )
+        return names, self._small_files(manifest)
+
+    def _small_files(self, manifest: Manifest) -> dict[str, bytes]:
         config = {CONFIG_FILE: self._config} if self._adapter else {}
-        return names, {**config, INDEX_FILE: index}
+        return {**config, INDEX_FILE: encoded_manifest(manifest)}
 
     def _manifest(
         self,

@@ -8,6 +8,7 @@ its content.
 import os
 import tempfile
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +47,14 @@ class StagedFile(Protocol):
     @property
     def kept_bytes(self) -> int:
         """Bytes that it takes of the memory room."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpooledFile:
+    """A whole file in a spool."""
+
+    size_bytes: int
+    content: StagedFile
 
 
 class Spool:

@@ -68,6 +68,11 @@ class Store:
         """The other systems whose trainer writes this store; None for RoseMux."""
         return self._source.writer()
 
+    @property
+    def composes(self) -> bool:
+        """Whether it has a skip delta between any two versions, as `refs` last found."""
+        return self._source.composes
+
     def close(self) -> None:
         self._source.close()
 

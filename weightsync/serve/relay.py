@@ -41,6 +41,8 @@ _INDEXES = 256
 class RelayShelf:
     """In front of another place with stores. Belongs to one event loop."""
 
+    composes = False
+
     def __init__(
         self,
         upstream: StoreRoot,

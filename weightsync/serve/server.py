@@ -132,7 +132,7 @@ class WeightServer:
 
     async def _directories(self, request: web.Request) -> web.Response:
         found = await self._shelf.directories(self._store(request))
-        return json_reply(StoreListing(directories=found))
+        return json_reply(StoreListing(directories=found, composes=self._shelf.composes))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)

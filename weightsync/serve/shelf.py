@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
-from weightsync.layout.names import named_ref
+from weightsync.layout.names import Kind, named_ref
+from weightsync.reading.spool import SpooledFile
+from weightsync.serve.composed_versions import ComposedVersions
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
@@ -73,6 +75,10 @@ class ShelfFile(Protocol):
 class Shelf(Protocol):
     """Raises FileNotFoundError for unknown stores and files."""
 
+    @property
+    def composes(self) -> bool:
+        """Whether it has a skip delta between any two versions."""
+
     async def names(self) -> tuple[str, ...]: ...
 
     async def directories(self, store: str) -> tuple[str, ...]: ...
@@ -94,14 +100,19 @@ class OpenStore:
 
 
 class SourceShelf:
-    """Serves stores directly from a root."""
+    """Serves stores directly from a root, and what `composed` adds to them."""
 
-    def __init__(self, root: StoreRoot) -> None:
+    def __init__(self, root: StoreRoot, composed: ComposedVersions | None = None) -> None:
         self._root = root
+        self._composed = composed
         self._clock = MonotonicClock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
         self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
+
+    @property
+    def composes(self) -> bool:
+        return self._composed is not None
 
     async def names(self) -> tuple[str, ...]:
         return await self.threaded(self._root.names)
@@ -118,10 +129,21 @@ class SourceShelf:
         source = self.store(store).source
         if doubted:
             source.doubt(path)
-        size = await self.threaded(lambda: source.size_bytes(path))
-        yield _SourceFile(self, source, path, size)
+        try:
+            size = await self.threaded(lambda: source.size_bytes(path))
+        except FileNotFoundError:
+            directory, _, name = path.partition("/")
+            ref = named_ref(directory)
+            if self._composed is None or ref is None or ref.kind is not Kind.SKIP:
+                raise
+            file = await self._composed.file(store, source, ref, name, doubted=doubted)
+            yield _ComposedFile(self, file)
+        else:
+            yield _SourceFile(self, source, path, size)
 
     async def close(self) -> None:
+        if self._composed is not None:
+            self._composed.close()
         for store in self._open.values():
             store.source.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -169,3 +191,19 @@ class _SourceFile:
             return into
 
         return await self.shelf.threaded(read)
+
+
+@dataclass(frozen=True, slots=True)
+class _ComposedFile:
+    shelf: SourceShelf
+    file: SpooledFile
+
+    @property
+    def size_bytes(self) -> int:
+        return self.file.size_bytes
+
+    def expect(self, span: ByteSpan) -> None:
+        """No-op: all of it is here."""
+
+    async def read(self, span: ByteSpan) -> bytes:
+        return await self.shelf.threaded(lambda: self.file.content.read(span).tobytes())

@@ -53,6 +53,7 @@ class HttpSource(StoreSource):
         self._clock = MonotonicClock()
         self._random = Random()
         self._holds_back = True
+        self._composes = False
         self._lock = Lock()
         self._doubted: set[str] = set()
         self._remembered: dict[str, tuple[str, bytes]] = {}
@@ -78,8 +79,14 @@ class HttpSource(StoreSource):
         """Names of all stores of the server whose store list is at this URL."""
         return self._listed(StoreList).stores
 
+    @property
+    def composes(self) -> bool:
+        return self._composes
+
     def directories(self) -> frozenset[str]:
-        return frozenset(self._listed(StoreListing).directories)
+        listing = self._listed(StoreListing)
+        self._composes = listing.composes
+        return frozenset(listing.directories)
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         until_s = self._clock.now() + wait_s

@@ -40,6 +40,11 @@ class StoreSource(Protocol):
         """Whether a waiting `latest` is notified of a change instead of polling."""
         return False
 
+    @property
+    def composes(self) -> bool:
+        """Whether its server composes skip deltas, by its last listing."""
+        return False
+
     def directories(self) -> frozenset[str]:
         """Names in the store."""
 

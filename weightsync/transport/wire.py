@@ -16,6 +16,8 @@ class StoreListing(msgspec.Struct, frozen=True):
     """`GET /stores/{store}`: names of the directories of versions, finished or not."""
 
     directories: tuple[str, ...]
+    composes: bool = False
+    """Whether a skip delta that is not among them may be asked for."""
 
 
 def index_etag(raw: bytes) -> str:

@@ -57,14 +57,14 @@ def location(
         if request.param == "objects":
             at = "memory://skips/job-a"
             stack.callback(fsspec.filesystem("memory").rm, "/skips", recursive=True)
-        _publish(at, ranks=2 if request.param == "two ranks" else 1)
+        publish(at, ranks=2 if request.param == "two ranks" else 1)
         if request.param == "relay":
             url = stack.enter_context(served(root / "stores"))
             at = stack.enter_context(relayed(url, root / "cache")) + "/stores/job-a"
         yield at
 
 
-def _publish(at: str, *, ranks: int) -> None:
+def publish(at: str, *, ranks: int) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(ranks) as pool:
         publishers = [
             stack.enter_context(Publisher(at, rank=rank, ranks=ranks)) for rank in range(ranks)
@@ -98,7 +98,7 @@ SHARES: dict[str, Selection | None] = {
 }
 
 
-def _part(state: State, share: Selection | None) -> State:
+def part(state: State, share: Selection | None) -> State:
     if share is None:
         return {name: tensor.clone() for name, tensor in state.items()}
     return {
@@ -112,19 +112,19 @@ def _part(state: State, share: Selection | None) -> State:
 def test_a_holder_ends_at_the_published_bits(location: str, share: Selection | None) -> None:
     is_url = location.startswith("http")
     source = HttpSource(location, HASTY) if is_url else source_at(location)
-    held = _part(STATES[0], share)
+    held = part(STATES[0], share)
     with closing(Receiver(source, selection=share)) as receiver:
         receiver.sync(None, FIRST, TensorTarget(held))
         plan = receiver.plan(FIRST, LAST)
         assert [step.ref.directory for step in plan.steps] == ["skip_v000001_v000009"]
         receiver.sync(FIRST, LAST, TensorTarget(held))
         assert receiver.reapplied == 0
-    expected = _part(STATES[-1], share)
+    expected = part(STATES[-1], share)
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], expected[name]) for name in held)
 
 
 def test_a_skip_delta_is_there_when_the_publisher_is_closed(tmp_path: Path) -> None:
-    _publish(str(tmp_path / "store"), ranks=1)
+    publish(str(tmp_path / "store"), ranks=1)
     found = sorted(path.name for path in (tmp_path / "store").glob("skip_*"))
     assert found == ["skip_v000001_v000005", "skip_v000001_v000009", "skip_v000005_v000009"]

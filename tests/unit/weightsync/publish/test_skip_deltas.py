@@ -13,7 +13,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import Kind, VersionRef, named_ref
-from weightsync.publish import skip_deltas
+from weightsync.publish import composing, skip_deltas
 from weightsync.publish.skip_deltas import due_bases
 from weightsync.publish.version_writer import VersionWriter
 from weightsync.publisher import Publisher
@@ -150,7 +150,7 @@ def test_a_chain_that_is_too_large_has_none_and_publishing_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(skip_deltas, "_SMALL_BYTES", 1000)
+    monkeypatch.setattr(composing, "_SMALL_BYTES", 1000)
     with caplog.at_level(logging.INFO):
         _published(tmp_path / "store", states)
     assert _skips(tmp_path / "store") == []
@@ -167,7 +167,7 @@ def test_a_publisher_that_is_closed_waits_for_none_that_takes_long(
         begun.set()
         goes_on.wait(60)
 
-    monkeypatch.setattr(skip_deltas, "composed", slow)
+    monkeypatch.setattr(composing, "composed", slow)
     monkeypatch.setattr(skip_deltas, "CLOSE_S", 0.01)
     with Publisher(tmp_path / "store") as publisher:
         for state in states[:9]:
@@ -199,7 +199,7 @@ def test_nothing_that_goes_wrong_with_one_reaches_the_trainer(
     def failing(*given: Any) -> None:
         raise MemoryError("no pages")
 
-    monkeypatch.setattr(skip_deltas, "composed", failing)
+    monkeypatch.setattr(composing, "composed", failing)
     _published(tmp_path / "store", states)
     assert Receiver(tmp_path / "store").latest() == 12
     assert "left out: no pages" in caplog.text
@@ -231,15 +231,15 @@ def test_a_version_fits_into_the_quota_by_their_deletion(
 ) -> None:
     _published(tmp_path / "all", states, skip_deltas=False)
     quota = sum(file.stat().st_size for file in (tmp_path / "all").rglob("*") if file.is_file())
-    finished, made = threading.Event(), skip_deltas.made
+    finished, composed_skip = threading.Event(), skip_deltas.composed_skip
 
-    def composing(*given: Any, **named: Any) -> Any:
+    def observed(*given: Any, **named: Any) -> Any:
         try:
-            return made(*given, **named)
+            return composed_skip(*given, **named)
         finally:
             finished.set()
 
-    monkeypatch.setattr(skip_deltas, "made", composing)
+    monkeypatch.setattr(skip_deltas, "composed_skip", observed)
     seen: set[str] = set()
     with Publisher(tmp_path / "store", max_bytes=quota) as publisher:
         for state in states:

@@ -1,0 +1,194 @@
+"""Composes consecutive deltas of a store into one, a skip delta.
+
+A publisher writes the result into its store (skip_deltas.py); a weight server sends it to the
+reader that asked for it. Reads deltas alone, never the tensors that they change.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from harvester.contracts.errors import Exhausted, Stale, Unsupported
+from harvester.contracts.ids import WeightVersion
+from weightsync.elements.batches import each
+from weightsync.elements.bits import Layout
+from weightsync.elements.state_hash import ALGORITHM
+from weightsync.encoding.codec import Encoded, Encoding, composed
+from weightsync.layout.adapter import MAX_CONFIG_BYTES
+from weightsync.layout.manifest import Block, Manifest, encoded_manifest
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Kind, VersionRef
+from weightsync.publish.agreement import Shard
+from weightsync.publish.delta_shards import ShardFiles
+from weightsync.publish.store_writer import DeltaDraft
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.spool import Spool, SpooledFile, StagedFile
+from weightsync.reading.store import Store
+from weightsync.transport.ranges import ByteSpan
+from weightsync.transport.source import StoreSource
+
+ROOM_BYTES = 64 << 20
+_MOST_OF_DENSE = 0.5
+"""Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
+_SMALL_BYTES = 64 << 20
+_MAX_PAYLOADS = 1 << 19
+"""Each takes some 50 us of the interpreter, which the trainer shares."""
+_SHARD_BYTES = 32 << 20
+_MOST_THREADS = 8
+"""A server composes on half of its cores, since a store is often beside its trainer."""
+_ENCODING = Encoding.ROSEMUX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipDelta:
+    ref: VersionRef
+    block: Block
+    """The block of the version that it leads to."""
+    entries: Mapping[str, Encoded]
+
+    def manifest(self, shards: Sequence[Shard], names: Mapping[str, str]) -> Manifest:
+        """The index of these shards; `names`: the final name of each file."""
+        encodings = {e: encoding for shard in shards for e, encoding in shard.encodings.items()}
+        others = {e: encoding for e, encoding in encodings.items() if encoding is not _ENCODING}
+        files = {names[shard.file]: shard.record for shard in shards}
+        return Manifest(
+            version=self.ref.version,
+            base_version=self.ref.base,
+            delta_encoding=_ENCODING,
+            checksum_format=ALGORITHM,
+            weight_map={e: names[shard.file] for shard in shards for e in shard.encodings},
+            block=msgspec.structs.replace(self.block, files=files, encodings=others, slices={}),
+        )
+
+
+class _SpoolDraft(DeltaDraft):
+    """Keeps the files of one version in a spool."""
+
+    def __init__(self, spool: Spool) -> None:
+        self.files: dict[str, SpooledFile] = {}
+        self._spool = spool
+
+    def write(self, file: str, chunks: Iterable[Any]) -> int:
+        parts = [np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks]
+        size = sum(part.size for part in parts)
+        content, at = self._spool.stage(size), 0
+        for part in parts:
+            content.write(at, part)
+            at += part.size
+        self.files[file] = SpooledFile(size, content)
+        return size
+
+
+def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mapping[str, SpooledFile]:
+    """The files of a skip delta that the store does not have, by name, in memory or TMPDIR.
+
+    Raises the errors of `composed_skip`; Stale too for a version without a full checkpoint.
+    """
+    store = Store(source)
+    layout = _layout(store, ref.version)
+    work, kept = (Spool(MemoryRoom(ROOM_BYTES)) for _ in range(2))
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    skip = composed_skip(store, ref, layout, work, threads=threads, until=until)
+    draft = _SpoolDraft(kept)
+    shards = ShardFiles(draft, rank=0, limit_bytes=_SHARD_BYTES, may_pack=True)
+    for entry, encoded in skip.entries.items():
+        shards.add(entry, encoded)
+    written = shards.finish()
+    names = {shard.file: shard.file for shard in written}
+    draft.write(INDEX_FILE, [encoded_manifest(skip.manifest(written, names))])
+    draft.write(READY_FILE, [])
+    if skip.block.adapter is not None:
+        version = VersionRef(Kind.WEIGHT, ref.version)
+        draft.write(CONFIG_FILE, [store.small_file(version, CONFIG_FILE, MAX_CONFIG_BYTES)])
+    return draft.files
+
+
+def _layout(store: Store, version: WeightVersion) -> Layout:
+    """The entries of a version, from the newest full checkpoint that it builds on."""
+    anchors = {ref.version for ref in store.refs() if ref.kind is Kind.ANCHOR}
+    at: WeightVersion | None = version
+    while at:
+        ref = VersionRef(Kind.ANCHOR if at in anchors else Kind.WEIGHT, at)
+        manifest = store.manifest(ref)
+        if manifest.is_full:
+            return store.layout(ref, manifest)
+        at = manifest.base_version
+    raise Stale(f"version {version} leads to no full checkpoint")
+
+
+def composed_skip(
+    store: Store, ref: VersionRef, layout: Layout, spool: Spool, *, threads: int = 1, until: Event
+) -> SkipDelta:
+    """Compose the deltas between the two versions of `ref`; `layout` is of the versions' entries.
+
+    Raises Exhausted if they are too large or the event is set, Stale if they do not lead from the
+    one to the other, Corrupt, and Unsupported for deltas that do not add up.
+    """
+    chain = _chain(store, ref.base or WeightVersion(0), ref.version)
+    block = chain[-1][1].block
+    if block is None:
+        raise Unsupported(f"{ref.directory}: version {ref.version} is of another system")
+    changes, digests = _payloads(store, chain, spool, until)
+
+    def summed(entry: str) -> Encoded | None:
+        _check_open(until)
+        parts = ((encoding, file.read(span).data) for encoding, file, span in changes[entry])
+        return composed(parts, layout[entry], digests[entry])
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="weight-compose") as pool:
+        found = each(pool, summed, [*changes], lambda entry: layout[entry].size_bytes)
+    entries = {entry: delta for entry, delta in zip(changes, found, strict=True) if delta}
+    return SkipDelta(ref=ref, block=block, entries=entries)
+
+
+def _payloads(
+    store: Store, chain: list[tuple[VersionRef, Manifest]], spool: Spool, until: Event
+) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str]]:
+    """Per entry: where its payloads are, in the chain's order, and the last digest."""
+    changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
+    digests: dict[str, str] = {}
+    for ref, manifest in chain:
+        for shard in manifest.shards:
+            _check_open(until)
+            copy = store.shard(ref, manifest, shard, spool, lent_bytes=ROOM_BYTES)
+            copy.fetch()
+            header = copy.header()
+            digests |= header.metadata
+            for entry in header.layout:
+                span = ByteSpan(*header.offsets[entry])
+                change = (manifest.encoding_of(entry), copy.staged, span)
+                changes.setdefault(entry, []).append(change)
+    return changes, digests
+
+
+def _check_open(until: Event) -> None:
+    if until.is_set():
+        raise Exhausted("closed before it was finished")
+
+
+def _chain(
+    store: Store, base: WeightVersion, version: WeightVersion
+) -> list[tuple[VersionRef, Manifest]]:
+    chain: list[tuple[VersionRef, Manifest]] = []
+    at: WeightVersion | None = version
+    left_bytes, left_payloads = math.inf, _MAX_PAYLOADS
+    while at is not None and at > base:
+        ref = VersionRef(Kind.WEIGHT, at)
+        manifest = store.manifest(ref)
+        if not chain and manifest.block is not None:
+            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.block.bytes_dense)
+        chain.append((ref, manifest))
+        left_bytes -= store.size_bytes(ref, manifest)
+        left_payloads -= len(manifest.weight_map)
+        if left_bytes < 0 or left_payloads < 0:
+            raise Exhausted(f"the deltas from version {at} to {version} are too large")
+        at = manifest.base_version
+    if at != base:
+        raise Stale(f"the deltas of version {version} do not lead back to version {base}")
+    return chain[::-1]
