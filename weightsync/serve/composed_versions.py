@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
-from weightsync.reading.spool import SpooledFile
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.transport.source import StoreSource
 from weightsync.transport.wire import index_etag
 
-Files: TypeAlias = Mapping[str, SpooledFile]
+if TYPE_CHECKING:
+    from weightsync.reading.spool import SpooledFile
+
+Files: TypeAlias = Mapping[str, "SpooledFile"]
 Compose: TypeAlias = Callable[[StoreSource, VersionRef, Event], Files]
 """The files of a skip delta by name; raises if it has none, also once the event is set."""
 _LOG = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class ComposedVersions:
 
     async def file(
         self, store: str, source: StoreSource, ref: VersionRef, name: str, *, doubted: bool
-    ) -> SpooledFile:
+    ) -> "SpooledFile":
         """Raises FileNotFoundError if there is none, and none can be composed in time."""
         key = store, ref
         if doubted:

@@ -9,16 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
 from weightsync.layout.names import Kind, named_ref
-from weightsync.reading.spool import SpooledFile
 from weightsync.serve.composed_versions import ComposedVersions
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
+
+if TYPE_CHECKING:
+    from weightsync.reading.spool import SpooledFile
 
 _TURN_S = 2.0
 """Longest duration of one request, and so of a shutdown's wait for it."""
@@ -196,7 +198,7 @@ class _SourceFile:
 @dataclass(frozen=True, slots=True)
 class _ComposedFile:
     shelf: SourceShelf
-    file: SpooledFile
+    file: "SpooledFile"
 
     @property
     def size_bytes(self) -> int:
