@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +98,8 @@ def serve(
 
     def shelf(metrics: "TransferMetrics") -> SourceShelf:
         composed = ComposedVersions(_composed, kept_bytes=composed_bytes, metrics=metrics)
-        return SourceShelf(stores, composed if composed_bytes else None)
+        can_compose = composed_bytes > 0 and find_spec("numba") is not None
+        return SourceShelf(stores, composed if can_compose else None)
 
     _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
 
