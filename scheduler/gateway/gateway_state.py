@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE TABLE IF NOT EXISTS state_hashes (
     job TEXT PRIMARY KEY, store TEXT NOT NULL, version INTEGER NOT NULL, state_hash TEXT NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS other_runs (job TEXT PRIMARY KEY, reason TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS leases (
     lease TEXT PRIMARY KEY, slot TEXT NOT NULL, agent TEXT NOT NULL, job TEXT NOT NULL,
     epoch INTEGER NOT NULL
@@ -91,9 +92,14 @@ class SchedulerState:
         }
 
     def publish(
-        self, published: VersionPublished, *, activate: bool = False, owns: bool = True
+        self,
+        published: VersionPublished,
+        *,
+        activate: bool = False,
+        owns: bool = True,
+        resumes: bool = True,
     ) -> None:
-        """`owns`: the store is remembered as the job's."""
+        """`owns`: the store is remembered as the job's; `resumes`: its turns are taken again."""
         job, store, version = published.job, published.store, published.version
         with self._db:
             self._db.execute("BEGIN")
@@ -109,12 +115,21 @@ class SchedulerState:
                     "EXCEPT SELECT * FROM state_hashes",
                     (job, store, version, published.state_hash),
                 )
+            if resumes:
+                self._db.execute("DELETE FROM other_runs WHERE job = ?", (job,))
             if owns:
                 self._db.execute(
                     "INSERT OR IGNORE INTO stores (store, job) VALUES (?, ?)", (store, job)
                 )
             if activate:
                 self._activate(job)
+
+    def other_runs(self) -> dict[JobId, str]:
+        """Why the turns of each job whose trainer began anew are refused."""
+        return {JobId(job): why for job, why in self._db.execute("SELECT * FROM other_runs")}
+
+    def refuse_turns(self, job: JobId, reason: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO other_runs VALUES (?, ?)", (job, reason))
 
     def stores(self) -> list[tuple[str, JobId]]:
         """Each store with each job that has published it, the oldest first."""

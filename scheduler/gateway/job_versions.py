@@ -4,7 +4,7 @@ import logging
 import math
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from harvester.contracts.clock import Clock
@@ -49,7 +49,7 @@ class JobVersions:
         self._publish_s = publish_s
         self._on_activated = on_activated
         self._on_other_run = on_other_run
-        self.other_runs: dict[JobId, str] = {}
+        self.other_runs = state.other_runs()
         """Why turns are refused, of each job whose trainer began anew: engines hold weights of the
         run before. Until a publish is taken."""
         rules = {
@@ -100,6 +100,8 @@ class JobVersions:
             if published.state_hash and (refusal := policy.refusal(published)):
                 # A trainer that goes on after this would get the other run's samples.
                 self.other_runs[job] = f"the job's last publish was refused: {refusal}"
+                with suppress(sqlite3.Error):  # The process refuses them without it.
+                    self._state.refuse_turns(job, self.other_runs[job])
                 await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
             if self._takes_engines(job):
@@ -108,10 +110,13 @@ class JobVersions:
             serves = self._takes_engines(job)
             new = wanted != policy.published(job)
             owns = self._owners.remembers(job, store)
-            record = partial(self._state.publish, published, activate=serves, owns=owns)
+            resumes = new or bool(published.state_hash)
+            record = partial(
+                self._state.publish, published, activate=serves, owns=owns, resumes=resumes
+            )
             self._observe(published, record)
             self._owners.note(job, store)
-            if new or published.state_hash:
+            if resumes:
                 self.other_runs.pop(job, None)
             if new:
                 self._announced_s[job] = self._clock.now()

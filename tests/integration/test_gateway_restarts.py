@@ -68,7 +68,17 @@ async def test_a_restarted_gateway_knows_which_run_its_job_is_at(tmp_path: Path)
         await gateway.until(lambda: OTHER in gateway.scheduler.fleet.members["e0"].fault)
         assert (await gateway.publish(1, state_hash=OTHER))[0] == 409
         assert (await gateway.generate("t", 2))[0] == 409
+    engine.stored_hash = OURS
+    async with gateway_on(engine, state=state) as gateway:
+        await gateway.until(lambda: gateway.scheduler.fleet.policy.serves("e0", "job", 1))
+        assert (await gateway.generate("t", 2))[0] == 409, "its trainer is still the other run's"
+        assert (await gateway.publish(1))[0] == 200, "no run is named, and nothing resolved"
+    engine.stored_hash = OTHER
+    async with gateway_on(engine, state=state) as gateway:
+        assert (await gateway.generate("t", 2))[0] == 409
         assert (await gateway.publish(2, state_hash=OTHER))[0] == 200
+        assert (await gateway.generate("t", 2))[0] == 200
+    async with gateway_on(engine, state=state) as gateway:
         assert (await gateway.generate("t", 2))[0] == 200
 
 
