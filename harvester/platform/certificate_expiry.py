@@ -39,7 +39,12 @@ _lock = threading.Lock()
 def note_expiry(context: ssl.SSLContext, chain: Path) -> None:
     """Count the certificates of a file for as long as `context` lives, and warn of their end.
     Raises OSError."""
-    ends_s = chain_expiry_s(chain.read_text(errors="replace"))
+    try:
+        ends_s = chain_expiry_s(chain.read_text(errors="replace"))
+    except ValueError as error:
+        # OpenSSL has taken it: a service does not stop for the dates.
+        _log.warning("certificate %s: its end cannot be read: %s", chain, error)
+        ends_s = math.nan
     known = _expiries().get(str(chain))
     with _lock:
         _loaded[context] = str(chain), ends_s

@@ -59,6 +59,17 @@ def test_a_chain_expires_with_its_first_certificate_to_end(authority: Authority)
         chain_expiry_s(ssl.DER_cert_to_PEM_cert(b"\x30\x00"))
 
 
+def test_an_end_that_cannot_be_read_stops_nothing(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = authority.signs("server")
+    monkeypatch.setattr(certificate_expiry, "_VALIDITY", 5)  # The key is there.
+    context = server(made).context()
+    assert context.sni_callback is not None
+    assert "its end cannot be read" in caplog.text
+    assert math.isnan(shown(made.cert_file) or 0.0)
+
+
 def test_the_newest_certificate_of_a_file_is_shown_while_it_is_in_use(authority: Authority) -> None:
     made = authority.signs("server", days=60)
     listening = server(made).context()
