@@ -32,7 +32,15 @@ _STRING = r'"(?:[^"\\]|\\.)*"'
 _MATCHERS = rf"\s*\{{(?:{_STRING}|[^}}\"])*\}}"
 _SELECTOR = re.compile(rf"(?<![\w.:])[a-zA-Z_:][\w:]*(?:{_MATCHERS})?(?!\s*\(|[\w:])")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
-_IF_CONFIGURED = frozenset({"harvester_interlock_known"})
+_IF_CONFIGURED = frozenset(
+    {
+        "harvester_interlock_known",
+        *(
+            f"{prefix}_certificate_expiry_timestamp_seconds"
+            for prefix in ("harvester", "scheduler", "scheduler_phase", "weightsync")
+        ),
+    }
+)
 """Selectors of alerts on what is off by default."""
 _WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan", "Inf", "NaN"}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from harvester.agent.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from harvester.platform import certificate_expiry
 
 
 class MetricType(StrEnum):
@@ -22,6 +23,7 @@ class Exporter(StrEnum):
     AGENT = "agent"
     GATEWAY = "gateway"
     PHASES = "phases"
+    WEIGHTS = "weights"
     VLLM = "vllm"
     PROMETHEUS = "prometheus"
 
@@ -55,11 +57,21 @@ def _phase(name: str, kind: MetricType, labels: str, text: str) -> Metric:
     return Metric(f"scheduler_phase_{name}", kind, tuple(labels.split()), text, Exporter.PHASES)
 
 
+def _weights(name: str, kind: MetricType, labels: str, text: str) -> Metric:
+    return Metric(f"weightsync_{name}", kind, tuple(labels.split()), text, Exporter.WEIGHTS)
+
+
 def _vllm(name: str, kind: MetricType, text: str, labels: str = "model_name engine") -> Metric:
     return Metric(f"vllm:{name}", kind, tuple(labels.split()), text, Exporter.VLLM)
 
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricType
+_CERTIFICATES = (
+    certificate_expiry.NAME,
+    _GAUGE,
+    *certificate_expiry.LABELS,
+    certificate_expiry.HELP,
+)
 _AGENT = (
     *(_agent(name, _GAUGE, *entry) for name, entry in GAUGES.items()),
     *(_agent(f"{name}_total", _COUNTER, *entry) for name, entry in COUNTERS.items()),
@@ -106,6 +118,7 @@ _GATEWAY = (
     _gateway("leases_held", _GAUGE, "rl_job", "Leases in use."),
     _gateway("unrecorded", _GAUGE, "", "1 while a journal or the state file lacks something."),
     _gateway("journal_missing_lines_total", _COUNTER, "", "Decisions that the journals lack."),
+    _gateway(*_CERTIFICATES),
 )
 
 _PHASES = (
@@ -165,6 +178,19 @@ _PHASES = (
         "Time of the planner for an event; the control does not reply meanwhile.",
     ),
     _phase("plan_decisions_total", _COUNTER, "decision", "Decisions of the planner, by kind."),
+    _phase(*_CERTIFICATES),
+)
+
+_WEIGHTS = (
+    _weights("transfers_total", _COUNTER, "store outcome", "Files or ranges sent."),
+    _weights("sent_bytes_total", _COUNTER, "store", "Bytes of files sent."),
+    _weights("composed_total", _COUNTER, "store outcome", "Skip deltas made."),
+    _weights("refused_total", _COUNTER, "reason", "Requests refused."),
+    _weights("transfers_active", _GAUGE, "", "Transfers under way."),
+    _weights("pulled_bytes_total", _COUNTER, "store", "Bytes that a relay pulled."),
+    _weights("dropped_objects_total", _COUNTER, "reason", "Cached files dropped."),
+    _weights("cached_bytes", _GAUGE, "", "Bytes that a relay's cache holds."),
+    _weights(*_CERTIFICATES),
 )
 
 _VLLM = (
@@ -199,4 +225,4 @@ _PROMETHEUS = (
     ),
 )
 
-METRICS: tuple[Metric, ...] = (*_AGENT, *_GATEWAY, *_PHASES, *_VLLM, *_PROMETHEUS)
+METRICS: tuple[Metric, ...] = (*_AGENT, *_GATEWAY, *_PHASES, *_WEIGHTS, *_VLLM, *_PROMETHEUS)

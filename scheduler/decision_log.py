@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened, config_hash
+from harvester.contracts.journal import DISK_FAULTS, TAKEN, JournalWriter, Opened, config_hash
 from harvester.distribution import rosemux_version
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 1.0
 
 
 class JournalledPolicy(Protocol):
@@ -51,12 +52,13 @@ class DecisionLog:
         self._max_bytes = max_bytes
         self._writer: JournalWriter | None = None
         """Also None before the first line."""
+        self._look_at_s = now
         try:
             self._begin(snapshot, now)
         except OSError as error:
             if error.errno not in DISK_FAULTS:
                 raise
-            self._failed(error)
+            self._failed(error.strerror or str(error))
 
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
@@ -77,17 +79,31 @@ class DecisionLog:
             snapshot = self.policy.snapshot()
             self._begin(snapshot, now)
         except OSError as error:
-            self._failed(error)
+            self._failed(error.strerror or str(error))
             return None
         return snapshot
 
-    def look(self, *, now: float) -> None:
-        """Tries to go on after a fault, also where nothing is decided."""
-        if self.fault:
-            try:
-                self._begin(self.policy.snapshot(), now)
-            except OSError as error:
-                self._failed(error)
+    def look(self, *, now: float) -> dict[str, Any] | None:
+        """Once a second: whether the journal is still where a replay finds it, and another try
+        after a fault, also where nothing is decided. Returns what `decided` does."""
+        if now < self._look_at_s:
+            return None
+        self._look_at_s = now + _LOOK_S
+        if self._writer is not None and not self._writer.in_place:
+            self._writer.give_up()
+            self._writer = None
+            # The number of decisions that went with the file is not known: they count as one.
+            self.missing, self.missing_total = self.missing + 1, self.missing_total + 1
+            self._failed(TAKEN)
+        if not self.fault:
+            return None
+        snapshot = self.policy.snapshot()
+        try:
+            self._begin(snapshot, now)
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+            return None
+        return snapshot
 
     def close(self) -> None:
         if self._writer is not None:
@@ -115,10 +131,10 @@ class DecisionLog:
             _log.warning(notice, self.policy.NAME, self.missing_total)
         self.missing, self.fault = 0, ""
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, why: str) -> None:
         if not self.fault:
-            _log.error("%s: decisions are not journalled: %s", self.policy.NAME, error)
-        self.fault = error.strerror or str(error)
+            _log.error("%s: decisions are not journalled: %s", self._path, why)
+        self.fault = why
 
     def _opened(self, snapshot: dict[str, Any] | None, now: float) -> Opened:
         return Opened(

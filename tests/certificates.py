@@ -31,12 +31,13 @@ class Authority:
     def file(self) -> Path:
         return self._files.cert_file
 
-    def signs(self, name: str, *addresses: str) -> Signed:
+    def signs(self, name: str, *addresses: str, days: int = 2) -> Signed:
         """A certificate and key, for a server at the addresses or for a client; again: new ones."""
         made = Signed(self.folder / f"{name}.pem", self.folder / f"{name}.key")
         names = ",".join(f"IP:{address}" for address in addresses or ("127.0.0.1",))
         ours = ("-CA", str(self.file), "-CAkey", str(self._files.key_file))
-        self._request(made, name, ("basicConstraints=CA:FALSE", f"subjectAltName={names}"), *ours)
+        extensions = "basicConstraints=CA:FALSE", f"subjectAltName={names}"
+        self._request(made, name, extensions, *ours, days=days)
         return made
 
     def server(self, name: str, *addresses: str, client_ca: Path | None = None) -> ServerTls:
@@ -46,11 +47,13 @@ class Authority:
     def trusted(self, **files: Path) -> Credentials:
         return Credentials(ca_file=self.file, **files)
 
-    def _request(self, made: Signed, name: str, extensions: tuple[str, ...], *signer: str) -> None:
+    def _request(
+        self, made: Signed, name: str, extensions: tuple[str, ...], *signer: str, days: int = 2
+    ) -> None:
         added = (word for extension in extensions for word in ("-addext", extension))
         key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
         files = ("-keyout", str(made.key_file), "-out", str(made.cert_file))
-        named = ("-days", "2", "-subj", f"/CN={name}")
+        named = ("-days", str(days), "-subj", f"/CN={name}")
         command = ["openssl", "req", "-x509", *key, *named, *files, *added, *signer]
         subprocess.run(command, check=True, capture_output=True)
 

@@ -8,17 +8,21 @@ copies and not paced. On a CPU there is no lock: the guest's idle group bounds i
 """
 
 import logging
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from coserve.guest.isolation import IsolationBackend
 from coserve.guest.launch_lock import LaunchLock
 from coserve.law.work_gate import WorkGate
 from coserve.vllm.environment import SlotEnvironment, work_gate
 from coserve.vllm.gloo_device import share_gloo_device
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
+from harvester.platform.parent import end_with
 
 LOCKS_VARIABLE = "ROSEMUX_GPU_LOCKS"
 """Directory of the locks; by default one beside the slot's pages, common to a node's slots."""
@@ -36,12 +40,25 @@ _ends: dict[str, Callable[[], None]] = {}
 """How to end what this process has begun: its lock, its pace."""
 
 
+def end_with_starter(environment: SlotEnvironment) -> None:
+    """Have the kernel kill this engine core or worker with the process that started it: stock
+    vLLM's core outlives a killed API server, and its memory with it. vLLM starts both from main
+    threads. Not under MPS, where such a kill may end production's server."""
+    starter = multiprocessing.parent_process()
+    if starter is None or environment.isolation is IsolationBackend.MPS:
+        return
+    end_with(os.getppid(), signal.SIGKILL)
+    if not starter.is_alive():
+        os._exit(1)
+
+
 def under_launch_lock(start: _Start, environment: SlotEnvironment) -> _Start:
     """vLLM's start of the workers, under the launch lock. A failure releases it."""
 
     def locked_start(self: Any, vllm_config: Any) -> None:
         from vllm.platforms import current_platform
 
+        end_with_starter(environment)  # A forked core has not registered.
         parallel = vllm_config.parallel_config
         workers = parallel.world_size
         ranks = workers * parallel.data_parallel_size

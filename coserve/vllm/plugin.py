@@ -42,6 +42,7 @@ def _register() -> None:
     if _registered or environment is None or environment.role is not Role.GUEST:
         return
     capabilities(installed_vllm_version())
+    guest_start.end_with_starter(environment)
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc

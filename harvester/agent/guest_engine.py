@@ -3,7 +3,9 @@
 The engine has a process group of its own, so that an interrupt at the terminal reaches this process
 first: under MPS a signal in the middle of a kernel may crash production's MPS server, so the daemon
 ends the guest's GPU work before any signal. It stays in this session, within which the idle class
-counts. If this process is killed, the kernel ends the engine too, except under MPS. The cleanup
+counts. Processes of the engine that lose their parent become children of this one, whatever group
+or session they are in, and are ended with it: an EngineCore keeps its memory when its API server is
+killed. If this process is killed, the kernel kills the engine too, except under MPS. The cleanup
 removes a segment of shared KV, which would count as memory in use. A requested stop is announced on
 a second page, so that it does not count as a lost guest.
 """
@@ -24,7 +26,7 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.page import Guest, PageDirectory, PageWriter
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.parent import end_with
+from harvester.platform.parent import adopt_orphans, end_with
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class GuestEngine:
         self._leaving: PageWriter[Guest] | None = None
         self._stop_s = stop_s
         self._stop_requested = asyncio.Event()
+        self._others: frozenset[psutil.Process] = frozenset()
+        """Children of this process that are none of the engine's."""
 
     def ask_to_stop(self) -> None:
         """Request a stop. A second request sends the signal whatever the MPS daemon replies."""
@@ -69,8 +73,11 @@ class GuestEngine:
         """Run the engine and return its exit status, 0 after a requested stop. Raises ConfigError
         if it cannot start.
 
-        SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop.
+        SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop. Without a stop it
+        returns once no process of the engine lives: a second engine would take memory beside it.
         """
+        adopt_orphans()
+        self._others = frozenset(psutil.Process().children())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.ask_to_stop)
@@ -80,19 +87,20 @@ class GuestEngine:
                 env=os.environ | self._environment,
                 process_group=0,
                 pass_fds=self._inherits,
-                preexec_fn=None if self._mps else partial(end_with, os.getpid()),
+                preexec_fn=None if self._mps else partial(end_with, os.getpid(), signal.SIGKILL),
             )
         except OSError as error:
             raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error
         stops = await self._until_it_ends(child)
-        await self._sweep(child.pid)
+        ended = await self._sweep(stopping=stops > 0)
         if self._leaving is not None:
-            ended = not _members(child.pid)
             if ended:
                 self._remove_page()
             self._leaving.close(unlink=ended)
         status = child.returncode or 0
-        return 0 if stops else status if status >= 0 else 128 - status
+        return (
+            0 if stops or self._stop_requested.is_set() else status if status >= 0 else 128 - status
+        )
 
     async def _until_it_ends(self, child: asyncio.subprocess.Process) -> int:
         """Wait for the engine to end; returns the number of stop requests."""
@@ -114,7 +122,7 @@ class GuestEngine:
             elif patience_s is not None:
                 _log.error("the guest did not stop within %.0f s and is killed", self._stop_s)
                 patience_s = None
-                self._kill(child.pid)
+                self._kill()
         return stops
 
     def _announce_stop(self) -> None:
@@ -140,7 +148,7 @@ class GuestEngine:
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
         """Seconds to wait for the engine that was asked to stop; None if no signal was sent."""
-        if insisted or self._may_signal(child.pid):
+        if insisted or self._may_signal(self._processes()):
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()
             return self._stop_s
@@ -151,45 +159,52 @@ class GuestEngine:
         )
         return None
 
-    async def _sweep(self, group: int) -> None:
-        """End the processes that the engine's main process left behind."""
-        for look in range(_LOOKS):
-            if not _members(group):
-                break
+    async def _sweep(self, *, stopping: bool) -> bool:
+        """End the processes that the engine's main process left behind; False for those that live
+        on after a stop."""
+        look = 0
+        while left := [process.pid for process in self._processes(reap=True)]:
+            if look >= _LOOKS and (stopping or self._stop_requested.is_set()):
+                return False
             # Under MPS each kill asks the daemon, which may be gone: ask it once in 20 looks only.
             if look % _LOOKS_A_KILL == 0:
-                self._kill(group)
-            await asyncio.sleep(_LOOK_S)
-        left = _members(group)
-        if left:
-            _log.error("processes of the guest live on: %s", ", ".join(map(str, left)))
-        elif self._segment is not None:
+                self._kill()
+            if look == _LOOKS:
+                _log.error(
+                    "processes of the guest live on, and no other one starts beside them: %s",
+                    ", ".join(map(str, left)),
+                )
+            await asyncio.sleep(_LOOK_S if look < _LOOKS else 10 * _LOOK_S)
+            look += 1
+        if self._segment is not None:
             try:
                 self._segment.remove()
             except Unsupported as error:
                 _log.error("the guest's segment is left: %s", error)
+        return True
 
-    def _kill(self, group: int) -> None:
-        if self._may_signal(group):
-            for pid in _members(group):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    def _kill(self) -> None:
+        processes = self._processes()
+        if self._may_signal(processes):
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
-    def _may_signal(self, group: int) -> bool:
-        return self._mps is None or self._mps.terminate(_members(group))
+    def _may_signal(self, processes: Collection[psutil.Process]) -> bool:
+        return self._mps is None or self._mps.terminate(each.pid for each in processes)
 
-
-def _members(group: int) -> list[int]:
-    """Pids of the running (non-zombie) processes in a process group."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["status"])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and _group(process.pid) == group
-    ]
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+    def _processes(self, *, reap: bool = False) -> list[psutil.Process]:
+        """The engine's running (non-zombie) processes. `reap` collects zombies that were adopted:
+        a zombie counts as a process of the guest's page."""
+        found = []
+        for child in set(psutil.Process().children()) - self._others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child, *child.children(recursive=True)]
+        running = []
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    running.append(process)
+                elif reap:
+                    os.waitpid(process.pid, os.WNOHANG)
+        return running

@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from harvester.contracts.wire.stops import Stop
+from harvester.platform import certificate_expiry
 
 M = TypeVar("M", Counter, Gauge)
 
@@ -100,7 +101,7 @@ slots_file_in_force{}: 0 while the slots file cannot be used, or a slot cannot b
     was in force before stays.
 config_restart_needed{}: Fields of the configuration file that are in force only after a restart.
 unsafe_experiments{}: 1 where settings may go beyond the ranges that protect production.
-""")
+""") | {certificate_expiry.NAME: (certificate_expiry.LABELS, certificate_expiry.HELP)}
 COUNTERS = _declared("""\
 audit_missing_events{}: Audit events that could not be written; nothing stops for them.
 journal_missing_lines{slot}: Decisions that could not be written into the journal.
@@ -172,6 +173,9 @@ class AgentMetrics:
         for stop in stops:
             texts = (stop.slot, stop.tenant, stop.order, stop.source, stop.by, stop.reason, stop.at)
             info.labels(*texts).set(1)
+
+    def certificates(self) -> None:
+        certificate_expiry.show_expiries(self._gauges[certificate_expiry.NAME])
 
     def forget(self, name: str, *labels: str) -> None:
         """Remove a gauge's series."""

@@ -386,6 +386,7 @@ class NodeAgent:
         engaged = self._switched is not KillSwitch.NONE
         self.metrics.gauge("kill_switch_engaged", "node").set(engaged)
         self.metrics.stops(self.stops.stops)
+        self.metrics.certificates()
         for interlock, known in self.interlocks.known().items():
             self.metrics.gauge("interlock_known", interlock).set(known)
         for slot in self.slots:

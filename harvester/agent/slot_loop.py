@@ -135,7 +135,12 @@ class Slot:
             slot.name,
             config.file_of(slot, "journal"),
             max_bytes=config.journal_max_bytes,
-            state=StateFile(config.file_of(slot, "state"), node=config.node, slot=slot.name),
+            state=StateFile(
+                config.file_of(slot, "state"),
+                node=config.node,
+                slot=slot.name,
+                configured=[each.name for each in config.slots],
+            ),
             first_line=self._first_line,
         )
         self._forecaster = IdleForecaster(self._record.resume(self.policy, now=now))

@@ -1,10 +1,12 @@
 """One slot's durable state on disk: a header line, and a line with the state.
 
-An incomplete file or another slot's file does not count: the slot's history is then unknown, and
-the reader decides on the consequences.
+An incomplete file does not count: the slot's history is then unknown, and the reader decides on the
+consequences. A file under another slot's name is that slot's, renamed, or a mistake.
 """
 
 import contextlib
+import logging
+from collections.abc import Collection
 from itertools import chain, count
 from pathlib import Path
 
@@ -16,8 +18,11 @@ from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from harvester.platform import whole_file
 from harvester.policy.durable import DurableState, moved
 
+_log = logging.getLogger(__name__)
+
 SCHEMA = 1
 MAX_BYTES = 16 << 20
+_NAMES_SHOWN = 4
 
 
 class StateHead(msgspec.Struct, frozen=True, kw_only=True, tag="slot_state"):
@@ -34,8 +39,12 @@ class StateHead(msgspec.Struct, frozen=True, kw_only=True, tag="slot_state"):
 
 
 class StateFile:
-    def __init__(self, path: Path, *, node: str, slot: str) -> None:
+    def __init__(
+        self, path: Path, *, node: str, slot: str, configured: Collection[str] = ()
+    ) -> None:
+        """`configured` are the node's slots."""
         self.path = path
+        self._configured = configured
         self._node = node
         self._slot = slot
         self._origin = monotonic_origin()
@@ -57,7 +66,8 @@ class StateFile:
         """The last saved state, in times that compare with `now`; None if none was ever saved.
 
         Raises Corrupt for a file that cannot be believed, OSError for one that cannot be read, and
-        ConfigError for another node's: a mistake that is mended must cost no history.
+        ConfigError for one of another node or another configured slot: a mistake that is mended
+        must cost no history.
         """
         try:
             with self.path.open("rb") as file:
@@ -66,11 +76,27 @@ class StateFile:
             if self._refused.exists():
                 # The agent that refused the file ended before it saved a new state.
                 raise Corrupt(f"{self.path}: put aside, and none saved since") from None
+            self._warn_of_others()
             return None
         head, state = self._decoded(raw)
         if head.origin == self._origin != "" and head.at_s <= now:
             return moved(state, from_s=head.at_s, to_s=head.at_s)
         return moved(state, from_s=head.at_s, to_s=now)
+
+    def _warn_of_others(self) -> None:
+        """A slot that was renamed is a new one, without what its guards knew."""
+        ours = {*self._configured, self._slot}
+        names = {path.name.removesuffix(".state") for path in self.path.parent.glob("[!.]*.state")}
+        if left := sorted(names - ours):
+            _log.warning(
+                "slot %s begins without a history, and %s has that of slots that are not "
+                "configured: %s. If one of them was renamed, move its .state file to %s while no "
+                "agent runs",
+                self._slot,
+                self.path.parent,
+                ", ".join(left[:_NAMES_SHOWN]) + (", ..." if left[_NAMES_SHOWN:] else ""),
+                self.path.name,
+            )
 
     def put_aside(self) -> None:
         """Keep a file that could not be believed, for people, beside earlier ones."""
@@ -97,8 +123,13 @@ class StateFile:
                     f"{self.path} is of node {head.node}, and this is node {self._node}: correct "
                     "`node`, or if it has its new name for good move the file away"
                 )
+            if head.slot != self._slot and head.slot in self._configured:
+                raise ConfigError(
+                    f"{self.path} is of slot {head.slot}, which is configured too: give each slot "
+                    "its own file back"
+                )
             if head.slot != self._slot:
-                raise Corrupt(f"{self.path}: of slot {head.slot}")
+                _log.warning("slot %s goes on with the history of %s", self._slot, head.slot)
             return head, msgspec.json.decode(body, type=DurableState)
         except UNDECODABLE as error:
             raise Corrupt(f"{self.path}: {error}") from error

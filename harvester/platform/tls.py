@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.bearer import authorization, is_loopback, read_token
+from harvester.platform.certificate_expiry import note_expiry
 from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import FrozenSettings
 
@@ -174,6 +175,7 @@ def _load_chain(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> Non
     try:
         # Without a password OpenSSL asks the terminal for one.
         context.load_cert_chain(cert_file, key_file, password=_no_password)
+        note_expiry(context, cert_file)
     except (OSError, ValueError) as error:
         raise config_error_of(error)(f"cannot use {cert_file} with {key_file}: {error}") from error
 

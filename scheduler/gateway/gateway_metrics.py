@@ -10,6 +10,7 @@ from prometheus_client import (
 )
 
 from harvester.distribution import rosemux_version
+from harvester.platform import certificate_expiry
 
 _SWITCH_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
@@ -67,8 +68,12 @@ class GatewayMetrics:
         )
         self.journal_missing_before = 0
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
+        self._certificates = self._gauge(
+            certificate_expiry.NAME, certificate_expiry.HELP, [*certificate_expiry.LABELS]
+        )
 
     def render(self) -> bytes:
+        certificate_expiry.show_expiries(self._certificates)
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:

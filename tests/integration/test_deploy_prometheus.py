@@ -47,6 +47,7 @@ EXPORTERS = {
     "rosemux-agent": Exporter.AGENT,
     "rosemux-gateway": Exporter.GATEWAY,
     "rosemux-phases": Exporter.PHASES,
+    "rosemux-weights": Exporter.WEIGHTS,
     "vllm-production": Exporter.VLLM,
     "vllm-rollout": Exporter.VLLM,
 }
@@ -175,7 +176,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(CONFIG / "tests" / "rosemux_test.yml"))
 
 
-@pytest.mark.parametrize("exporter", [Exporter.AGENT, Exporter.GATEWAY, Exporter.PHASES])
+@pytest.mark.parametrize("exporter", sorted({*EXPORTERS.values()} - {Exporter.VLLM}))
 def test_our_names_pass_the_linter_of_prometheus(exporter: Exporter) -> None:
     registry = CollectorRegistry()
     registry.register(TableExporter(exporter))

@@ -1,4 +1,4 @@
-"""A guest that its operator stops: real agent, `rosemux guest`, real vLLM."""
+"""A guest that its operator stops or kills: real agent, `rosemux guest`, real vLLM."""
 
 import signal
 import subprocess
@@ -87,3 +87,14 @@ def test_a_guest_that_its_operator_stops_is_no_loss(slot: Slot) -> None:
     assert slot.metric('harvester_leases_ended_total{reason="drain",slot="slot0"}') == "1.0"
     assert slot.metric('harvester_leases_ended_total{reason="guest_lost",slot="slot0"}') == "0.0"
     assert slot.metric('harvester_signal_age_seconds{slot="slot0",source="guest"}') == "NaN"
+
+
+def test_a_killed_command_leaves_no_engine_even_one_that_reads_no_signal(slot: Slot) -> None:
+    wait_for(lambda: slot.offer()[0] == "offered", seconds=START_S)
+    (server,) = psutil.Process(slot.guest.pid).children()
+    left = server.children(recursive=True)
+    assert any("EngineCore" in process.name() for process in left)
+    server.suspend()
+    slot.guest.kill()
+    psutil.wait_procs([server, *left], timeout=10)
+    assert [process for process in left if process.is_running()] == []

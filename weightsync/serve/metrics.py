@@ -1,6 +1,14 @@
 """Prometheus exports of a weight server and a relay."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from harvester.platform import certificate_expiry
 
 
 class TransferMetrics:
@@ -21,6 +29,16 @@ class TransferMetrics:
         self.cached = Gauge(
             "weightsync_cached_bytes", "Bytes that a relay's cache holds.", registry=self.registry
         )
+        self._certificates = Gauge(
+            f"weightsync_{certificate_expiry.NAME}",
+            certificate_expiry.HELP,
+            certificate_expiry.LABELS,
+            registry=self.registry,
+        )
+
+    def render(self) -> bytes:
+        certificate_expiry.show_expiries(self._certificates)
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"weightsync_{name}", text, labels, registry=self.registry)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
@@ -243,7 +243,7 @@ class WeightServer:
         return web.Response(text=f"{self._active} transfers\n")
 
     async def _exposition(self, _request: web.Request) -> web.Response:
-        body = generate_latest(self._metrics.registry)
+        body = self._metrics.render()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -18,6 +18,7 @@ from prometheus_client import (
 )
 
 from harvester.contracts.ids import JobId, NodeId
+from harvester.platform import certificate_expiry
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.job_placement import PlacementStage
@@ -49,6 +50,9 @@ class PhaseMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         phase = ["phase"]
+        self._certificates = self._gauge(
+            certificate_expiry.NAME, certificate_expiry.HELP, [*certificate_expiry.LABELS]
+        )
         self._jobs = self._gauge("jobs", "Jobs that are placed, by stage.", ["stage"])
         self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
         self._held = self._gauge("permits_held", "Permits in force.", phase)
@@ -130,6 +134,7 @@ class PhaseMetrics:
             self._longest.labels(kind).set(max(0.0, longest_s))
             self._held.labels(kind).set(len(held))
             self._nodes.labels(kind).set(sum(len(each.nodes) for each in held))
+        certificate_expiry.show_expiries(self._certificates)
         return generate_latest(self.registry)
 
     def _granted(self, grant: GrantPermit, permit: JobPermit | None, now: float) -> None:

@@ -217,6 +217,8 @@ class PhaseService:
             self._loaded_seen_s.clear()
             self._observe(ControlResumed())
         self._ticked_s = now
+        if (snapshot := self._log.look(now=now)) is not None:
+            self._begin_anew(snapshot)
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():
             # Records that a full disk refuses are tried again at every tick, and reported by none.
             with suppress(Exhausted):

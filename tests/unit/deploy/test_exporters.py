@@ -1,5 +1,6 @@
 """The agent and the gateway export the metrics of the table, from their first scrape on."""
 
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.platform.certificate_expiry import note_expiry
+from tests.certificates import Authority
 from tests.virtual_clock import VirtualClock
 
 Shape = tuple[str, str, frozenset[str]]
@@ -56,6 +59,12 @@ def test_the_phase_control_exports_the_table() -> None:
     assert exported(PhaseMetrics().registry) == table(Exporter.PHASES)
 
 
+def test_a_weight_server_exports_the_table() -> None:
+    from weightsync.serve.metrics import TransferMetrics
+
+    assert exported(TransferMetrics().registry) == table(Exporter.WEIGHTS)
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeAgent]:
     """An agent beside a production engine that has just begun and a guest."""
@@ -82,8 +91,11 @@ def node(tmp_path: Path) -> Iterator[NodeAgent]:
     guest.close()
 
 
-def test_after_one_beat_every_series_of_the_agent_is_there(node: NodeAgent) -> None:
+def test_after_one_beat_every_series_of_the_agent_is_there(node: NodeAgent, tmp_path: Path) -> None:
     node.beat()
+    # A certificate has a series where there is one.
+    context = ssl.create_default_context()
+    note_expiry(context, Authority(tmp_path).file)
     node.refresh_metrics()
 
     wanted = {s for m in METRICS if m.exported_by is Exporter.AGENT for s in m.series}

@@ -32,40 +32,40 @@ abort absent accepted access account action activated active actor adapted add a
 admit age agent agreement alone alternative announcer answer any api applied apply arrived asleep
 assign assignments async away backend backoff bar base baselines batch bearer beat began begins bell
 bet bill binds bits blame body bounds bucket build burn busy by byte cache calibration call
-capabilities capacity case chance change cheapest check checkpoint choice chunk cleared client clock
-close cluster codec command compared comparison compiled completion compute condition config
-connections constraint contents context continuation control core corrupt coserve counters counts
-course cpu credentials csv cursor curve cut dated deadline deaths decided decision declared demand
-dense deployment derived description device dialect difference digests directory dispatch
-disruptions distribution document doubling draft drift driver drop durable duration effect elapsed
-emptied encoded end endings endpoint engaged enqueue enter entry environment estimate evacuation
-event evictions evidence exchange execution executor exhausted expected experiments explanation
-exposition facts failed fallback fault field file finish first fleet force foreign forget free
-frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head health history hold
-holders horizon host hour http id identity idle ids impact in index info init intake isolation
-joined journal journalled judge keeper kept kernels key kill kind kit known kubernetes kv kvcached
-label lanes large last latency latest launch law layers layout lazy least leave ledger left lent
-lift limit linear list listener load location lock log logger logprob longest loop lora lost mailbox
-make manifest map mapped match max measured median member memory message met meta metadata method
-metrics middleware miss mode model moment monotonic movable mps mux name narrow needed not object
-objective observed obstacles occupant offer on only openapi operation operator options order other
-outage outcome output over overruns overwrite own owners pace packer page parallel params parent
-part passed paths pause payload peer pending per percentile picked piece plain plan plane planned
-plugin policy pool prefix pressure price printed private probe process profile promise prompt proof
-protocol publish pull queue quiesce ran random range rank ray reader reason recall reclaim record
-ref refusal refuse register regroup release reload relocation remembered removal render renew repair
-repeated replay reply report request reserve resident restart result resumed retarget retention
-retry return revocations revoke ring rise role rollout room root rose roster route row rules run
-runner sample scan scenarios scheduled scores seal searched seconds seen segment selection sender
-sense sensor serve settings settle sglang shadow shape shard share shelf short siblings side signal
-simulate single sizes skipped slowdown socket source sparse spec spent spool sqlite squares stage
-stale stat state status step stock stopped streak stream stretch strict struct submission submit
-successful sum summary switch sync systemd table take target template tenant tensor terms test text
-thread time timeline timeouts tinker tls token total trainer transfer transport trigger type
-unanswered undo undone unload unplaced unreachable unrecorded unsafe unseen unshared unsupported up
-update upstream usage use value varint verdict view virtual vllm wait waker walk warn watch watchdog
-weight whole widen wire withdraw withdrawn word work workload world worst writable write written xor
-xxh yaml yet zero
+capabilities capacity case certificate chance change cheapest check checkpoint choice chunk cleared
+client clock close cluster codec command compared comparison compiled completion compute condition
+config connections constraint contents context continuation control core corrupt coserve counters
+counts course cpu credentials csv cursor curve cut dated deadline deaths decided decision declared
+demand dense deployment derived description device dialect difference digests directory dispatch
+disruptions distribution document doubling draft drift driver drop dropped durable duration effect
+elapsed emptied encoded end endings endpoint engaged enqueue enter entry environment estimate
+evacuation event evictions evidence exchange execution executor exhausted expected experiments
+expiry explanation exposition facts failed fallback fault field file finish first fleet force
+foreign forget free frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head
+health history hold holders horizon host hour http id identity idle ids impact in index info init
+intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
+kubernetes kv kvcached label lanes large last latency latest launch law layers layout lazy least
+leave ledger left lent lift limit linear list listener load location lock log logger logprob longest
+loop lora lost mailbox make manifest map mapped match max measured median member memory message met
+meta metadata method metrics middleware miss mode model moment monotonic movable mps mux name narrow
+needed not object objective objects observed obstacles occupant offer on only openapi operation
+operator options order other outage outcome output over overruns overwrite own owners pace packer
+page parallel params parent part passed paths pause payload peer pending per percentile picked piece
+plain plan plane planned plugin policy pool prefix pressure price printed private probe process
+profile promise prompt proof protocol publish pull queue quiesce ran random range rank ray reader
+reason recall reclaim record ref refusal refuse register regroup release reload relocation
+remembered removal render renew repair repeated replay reply report request reserve resident restart
+result resumed retarget retention retry return revocations revoke ring rise role rollout room root
+rose roster route row rules run runner sample scan scenarios scheduled scores seal searched seconds
+seen segment selection sender sense sensor sent serve settings settle sglang shadow shape shard
+share shelf short siblings side signal simulate single sizes skipped slowdown socket source sparse
+spec spent spool sqlite squares stage stale stat state status step stock stopped streak stream
+stretch strict struct submission submit successful sum summary switch sync systemd table take target
+template tenant tensor terms test text thread time timeline timeouts timestamp tinker tls token
+total trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
+unrecorded unsafe unseen unshared unsupported up update upstream usage use value varint verdict view
+virtual vllm wait waker walk warn watch watchdog weight weightsync whole widen wire withdraw
+withdrawn word work workload world worst writable write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
 and the field's terms."""

@@ -1,6 +1,8 @@
 """A journal that cannot be written costs lines, and neither a decision nor the process."""
 
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,51 @@ def test_a_rotation_onto_a_full_disk_misses_no_decision(
     decisions.log.close()
     for file in (older, decisions.path):
         assert replay_journal(file).difference is None
+
+
+def _moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _cut_and_grown(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:30])
+
+
+def _removed_with_its_folder(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize(
+    "take", [_moved, Path.unlink, _cut, _cut_and_grown, _removed_with_its_folder]
+)
+def test_a_journal_that_another_program_took_away_is_noticed_and_begun_anew(
+    tmp_path: Path, take: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    decisions = Decisions(tmp_path / "journal")
+    decisions.make(2)
+    decisions.log.look(now=2.0)
+    assert decisions.log.missing_total == 0
+    take(decisions.path)
+    decisions.make()
+    assert decisions.log.look(now=2.5) is None, "once a second"
+    assert decisions.log.look(now=3.0) is not None
+    decisions.make(2)
+    assert decisions.counted == [1], "for all that went with the file"
+    assert (decisions.log.fault, decisions.log.missing, decisions.log.missing_total) == ("", 0, 1)
+    assert [each.levelno for each in caplog.records] == [logging.ERROR, logging.WARNING]
+    assert "moved, removed or cut by another program" in caplog.text
+    decisions.log.close()
+    replayed = replay_journal(decisions.path)
+    assert (replayed.difference, replayed.decisions) == (None, 2)
+
+
+def test_a_log_that_records_nothing_looks_at_nothing() -> None:
+    log = DecisionLog(None, VersionPolicy.from_config({}), {}, max_bytes=1 << 20, now=0.0)
+    assert log.look(now=1.0) is None
 
 
 def test_a_journal_that_is_no_file_stops_the_start(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harvester.agent import guest_engine
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.sense import SlotSensor
@@ -37,10 +38,33 @@ sys.exit(3)
 # An engine that ignores SIGTERM.
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENGINE
 
+# An engine whose worker ignores SIGTERM in a session of its own, and has a worker in a group of its
+# own. The engine is killed, as by the kernel when memory runs out.
+SCATTERED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+CORE = '''
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
+print(subprocess.Popen(sleeper, process_group=0).pid, flush=True)
+time.sleep(300)
+'''
+core = subprocess.Popen(
+    [sys.executable, "-c", CORE], start_new_session=True, stdout=subprocess.PIPE, text=True
+)
+worker = int(core.stdout.readline())
+(folder / "new").write_text(f"{os.getpid()} {core.pid} {worker}")
+(folder / "new").rename(folder / "pids")
+time.sleep(float(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 KILLED = f"""
 import asyncio, sys
 from harvester.agent.guest_engine import GuestEngine
-asyncio.run(GuestEngine([sys.executable, "-c", {ENGINE!r}, sys.argv[1], "300"], {{}}).run())
+asyncio.run(GuestEngine([sys.executable, "-c", {DEAF!r}, sys.argv[1], "300"], {{}}).run())
 """
 
 
@@ -103,6 +127,38 @@ async def test_an_engine_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     guest.ask_to_stop()
     assert await running == 0
     assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_a_killed_engine_leaves_no_process_of_any_session(tmp_path: Path) -> None:
+    other = await asyncio.create_subprocess_exec("sleep", "300")
+    try:
+        assert await engine(tmp_path, 0.0, text=SCATTERED).run() == 128 + signal.SIGKILL
+        pids = await started(tmp_path)
+        assert [pid for pid in pids if psutil.pid_exists(pid)] == [], "a zombie holds its name"
+        assert runs(other.pid), "a child of this process that is none of the engine's"
+    finally:
+        other.kill()
+        await other.wait()
+
+
+async def test_it_ends_no_sooner_than_its_last_process_unless_it_is_asked_to(
+    tmp_path: Path,
+    daemon: MpsDaemon,
+    watch: MpsWatch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guest_engine, "_LOOKS", 5)
+    guest = engine(tmp_path, 0.0, mps=watch)
+    daemon.stop()
+    running = asyncio.create_task(guest.run())
+    main, worker = await started(tmp_path)
+    await until(lambda: f"no other one starts beside them: {worker}" in caplog.text)
+    await asyncio.sleep(1.5)
+    assert (runs(main), runs(worker), running.done()) == (False, True, False)
+    guest.ask_to_stop()
+    assert await running == 0
+    os.kill(worker, signal.SIGKILL)
 
 
 async def test_killed_itself_it_leaves_no_engine(tmp_path: Path) -> None:

@@ -21,6 +21,29 @@ with open(sys.argv[1], "a") as file:
 sys.exit(3 if len(open(sys.argv[1]).readlines()) < int(sys.argv[2]) else 0)
 """
 
+# Fails twice, and leaves a core behind that heeds no SIGTERM in a session of its own; adds a word
+# for each start: whether an earlier core is still there.
+LEAVING = """
+import os, subprocess, sys
+from pathlib import Path
+
+def lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+file, pids = Path(sys.argv[1]), Path(sys.argv[1] + ".pids")
+before = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
+core = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", core], start_new_session=True)
+pids.write_text(" ".join(map(str, [*before, child.pid])))
+with file.open("a") as out:
+    out.write("beside\\n" if any(map(lives, before)) else "alone\\n")
+os._exit(3 if len(before) < 2 else 0)
+"""
+
 
 def starts(file: Path) -> int:
     return len(file.read_text().splitlines())
@@ -48,6 +71,14 @@ def test_a_guest_that_fails_is_started_until_one_ends_well(no_wait: None, tmp_pa
     run = run_with_restarts(lambda: failing(file, 3), clock=MonotonicClock())
     assert asyncio.run(run) == 0
     assert starts(file) == 3
+
+
+def test_none_starts_beside_a_process_of_the_one_before(no_wait: None, tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+    engine = [sys.executable, "-c", LEAVING, str(file)]
+    run = run_with_restarts(lambda: GuestEngine(engine, {}), clock=MonotonicClock())
+    assert asyncio.run(run) == 0
+    assert file.read_text().split() == ["alone"] * 3
 
 
 def test_a_stop_while_it_waits_ends_it(tmp_path: Path) -> None:

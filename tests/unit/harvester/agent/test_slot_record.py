@@ -510,6 +510,42 @@ def test_a_wrong_node_opens_no_slot_and_costs_no_history(stage: Stage) -> None:
     assert (stage.condition, stage.reason) == (Condition.QUARANTINED, "guest lost 3 times")
 
 
+def test_a_quarantine_outlives_a_new_name_of_its_slot_with_the_state_that_was_moved(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.harvest()
+    stage.quarantine("guest lost 3 times")
+    stage.node.close()
+    state, (slot,) = stage.state_dir / f"{SLOT}.state", stage.config.slots
+    slots = (slot.model_copy(update={"name": "chat0"}),)
+    renamed = stage.config.model_copy(update={"slots": slots})
+    node = NodeAgent(renamed, clock=MonotonicClock(), version="1")
+    assert f"not configured: {SLOT}. If one of them was renamed" in caplog.text
+    node.close()
+    state.replace(stage.state_dir / "chat0.state")
+    node = NodeAgent(renamed, clock=MonotonicClock(), version="1")
+    node.beat()
+    assert node.slots[0].policy.quarantined == "guest lost 3 times"
+    node.close()
+
+
+def test_swapped_states_open_no_slot_and_cost_no_history(stage: Stage) -> None:
+    stage.harvest()
+    stage.quarantine("guest lost 3 times")
+    stage.node.close()
+    (slot,) = stage.config.slots
+    other = slot.model_copy(update={"name": "slot1", "engine_url": "http://127.0.0.1:9"})
+    both = stage.config.model_copy(update={"slots": (slot, other)})
+    states = [stage.state_dir / f"{each.name}.state" for each in both.slots]
+    NodeAgent(both, clock=MonotonicClock(), version="1").close()
+    kept = [path.read_bytes() for path in states]
+    for path, text in zip(states, reversed(kept), strict=True):
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match="is of slot slot1, which is configured too"):
+        NodeAgent(both, clock=MonotonicClock(), version="1")
+    assert [path.read_bytes() for path in states] == kept[::-1]
+
+
 def test_a_state_that_cannot_be_read_opens_no_slot_and_stays(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

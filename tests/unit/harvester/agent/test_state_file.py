@@ -105,10 +105,44 @@ def test_a_save_that_fails_leaves_the_one_before(
     assert [path.name for path in file.path.parent.iterdir()] == ["slot0.state"]
 
 
-def test_another_slot_s_state_is_not_believed(file: StateFile) -> None:
+def test_another_configured_slot_s_state_is_the_user_s_mistake(file: StateFile) -> None:
     file.save(STATE, now=100.0)
-    with pytest.raises(Corrupt, match="of slot slot0"):
-        StateFile(file.path, node="node-0", slot="slot1").load(now=100.0)
+    swapped = StateFile(file.path, node="node-0", slot="slot1", configured=["slot0", "slot1"])
+    with pytest.raises(ConfigError, match="is of slot slot0, which is configured too"):
+        swapped.load(now=100.0)
+
+
+def test_a_renamed_slot_has_the_history_that_was_moved_with_it(
+    file: StateFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.save(STATE, now=100.0)
+    renamed = StateFile(file.path, node="node-0", slot="chat0", configured=["chat0"])
+    assert renamed.load(now=100.0) == STATE
+    assert caplog.messages == ["slot chat0 goes on with the history of slot0"]
+    renamed.save(STATE, now=110.0)
+    caplog.clear()
+    assert renamed.load(now=110.0) == STATE
+    assert caplog.messages == []
+
+
+def test_a_new_slot_names_the_histories_that_no_slot_goes_on_with(
+    file: StateFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = file.path.parent
+    for name in ("slot0", "slot1", "slot2", "a", "b", "c"):
+        StateFile(folder / f"{name}.state", node="node-0", slot=name).save(STATE, now=1.0)
+    (folder / "slot0.state.refused").touch()
+    (folder / ".tmp-slot9.state").touch()
+    slots = ["slot0", "slot1", "chat0"]
+    new = StateFile(folder / "chat0.state", node="node-0", slot="chat0", configured=slots)
+    assert new.load(now=2.0) is None
+    (said,) = caplog.messages
+    assert "not configured: a, b, c, slot2. If one of them was renamed, move its" in said
+    for name in ("a", "b", "c", "slot2"):
+        (folder / f"{name}.state").unlink()
+    caplog.clear()
+    assert new.load(now=2.0) is None
+    assert caplog.messages == []
 
 
 def test_another_node_s_state_is_the_user_s_mistake(file: StateFile) -> None:

@@ -355,6 +355,19 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
     assert replayed.effects > 10
 
 
+def test_a_journal_that_was_removed_is_begun_anew_while_nothing_is_decided(tmp_path: Path) -> None:
+    clock, journal = VirtualClock(), tmp_path / "journal" / "scheduler.policy.phases.jsonl"
+    service = _service(clock, journal=journal.parent)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job)))
+    assert isinstance(_enter(service, "a"), Granted)
+    journal.unlink()
+    _pass_time(service, clock, 1.0)
+    assert isinstance(_enter(service, "b"), Waiting)
+    service.close()
+    assert replay_journal(journal).difference is None
+
+
 def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
     clock = VirtualClock()
     service = _service(clock)
