@@ -6,7 +6,7 @@ is part of its turn, whatever fails afterwards.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -227,7 +227,9 @@ class AsyncRolloutClient:
             state_hash=state_hash,
             cut_open_turns=cut_open_turns,
         )
-        return await self._call(f"/v1/jobs/{self._job}/versions", published, VersionSwitched)
+        path = f"/v1/jobs/{self._job}/versions"
+        # A number below the job's, or of another run, is refused for good, and ends open turns.
+        return await self._call(path, published, VersionSwitched, passing=PASSING - {409})
 
     async def activate(self) -> VersionSwitched:
         """The engines serve this job, with its newest version, on return."""
@@ -239,7 +241,14 @@ class AsyncRolloutClient:
         ended = FinishSession(session_id=trajectory)
         return (await self._call(f"/jobs/{self._job}/finish_session", ended, Aborted)).aborted
 
-    async def _call(self, path: str, asked: msgspec.Struct | None, of: type[T]) -> T:
+    async def _call(
+        self,
+        path: str,
+        asked: msgspec.Struct | None,
+        of: type[T],
+        *,
+        passing: Collection[int] = PASSING,
+    ) -> T:
         url, body = self._url + path, b"" if asked is None else msgspec.json.encode(asked)
         backoff = Backoff(self._retries, self._clock, random=Random(body))
         content = await posted(
@@ -250,6 +259,7 @@ class AsyncRolloutClient:
             headers=self._headers | self._credentials.headers(),
             tls=self._credentials.tls() if self._credentials.has_tls_files else True,
             timeout_s=_SWITCH_S,
+            passing=passing,
         )
         return _decoded(content, of)
 

@@ -79,10 +79,13 @@ class Served:
 def fake_engine() -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(*, step_s: float = 0.002, port: int = 0, epoch: int | None = None) -> Served:
+    def start(
+        *, step_s: float = 0.002, port: int = 0, epoch: int | None = None, stock: bool = False
+    ) -> Served:
         arguments = [str(HERE / "fake_engine.py"), "--step-s", str(step_s), "--port", str(port)]
         if epoch is not None:
             arguments += ["--epoch", str(epoch)]
+        arguments += ["--stock"] * stock
         started.append(Served(*arguments))
         return started[-1]
 

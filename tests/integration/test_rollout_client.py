@@ -71,6 +71,33 @@ async def test_a_turn_is_served_and_a_version_announced(fake_engine: Start, gate
             await client.generate(PROMPT, {"max_tokens": 1, "top_q": 1})
 
 
+async def test_a_version_of_another_run_is_refused_once_and_not_announced_again(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """Each try would end the turns that go on under a version that is published meanwhile."""
+    service = gateway(fake_engine())
+    async with client_of(service) as client:
+        await client.announce(2, "job.store", state_hash="a" * 32)
+        async with asyncio.timeout(5):
+            with pytest.raises(PeerProtocolError, match="another one than engines hold"):
+                await client.announce(2, "job.store", state_hash="b" * 32)
+        await client.announce(3, "job.store", state_hash="c" * 32)
+        assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=3)
+
+
+async def test_an_engine_whose_replies_show_no_update_takes_no_turn_without_the_gateway(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """The gateway may be alive and give it another version, which tokens would not show."""
+    service = gateway(fake_engine(stock=True))
+    brief = RetryLimits(give_up_s=4 * SILENCE_S, wait_max_s=0.1, progress_bytes=1)
+    async with client_of(service, retries=brief) as client:
+        assert_whole(await client.generate(PROMPT, sampling(5)), 5)
+        service.kill()
+        with pytest.raises(Exhausted, match="IdentityMiddleware"):
+            await client.generate(PROMPT, sampling(5))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_token(
     fake_engine: Start, gateway: Start, number: signal.Signals

@@ -56,10 +56,13 @@ class Announcer:
         """Why gateways do not have the newest version, by the job's URL at each."""
         self._announced = threading.Event()
         self._announced.set()
+        self._lock = threading.Lock()
+        """Held to compare a version with the newest one and to say that it is announced."""
 
     def announce(self, version: WeightVersion, state_hash: str) -> None:
-        self._newest = version
-        self._announced.clear()
+        with self._lock:
+            self._newest = version
+            self._announced.clear()
         self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
         self._loop.call(self._begin, version, state_hash)
 
@@ -70,7 +73,7 @@ class Announcer:
 
     def close(self, timeout_s: float) -> None:
         if not self.wait(timeout_s) and self._newest is not None:
-            why = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
+            why = "; ".join(f"{url}: {fault}" for url, fault in self.faults.copy().items())
             _LOG.warning("the last version is not announced: %s", why)
         self._loop.close()
 
@@ -86,9 +89,10 @@ class Announcer:
         async with aiohttp.ClientSession() as session:
             states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
-        if version == self._newest:
-            self._state = min(states, key=worst.index)
-            self._announced.set()
+        with self._lock:
+            if version == self._newest:
+                self._state = min(states, key=worst.index)
+                self._announced.set()
 
     async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:
         backoff = Backoff(_LIMITS, self._clock, random=Random(body))

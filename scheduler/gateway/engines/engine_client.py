@@ -63,6 +63,7 @@ _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
+_IDENTITY = " ".join(IDENTITY_FLAG)
 _INCONCLUSIVE_STATUSES = frozenset({401, 403, 408, 429, 504})
 """Statuses of a health check that do not show whether the engine lives."""
 
@@ -345,6 +346,8 @@ class EngineClient:
             raise EngineLost(f"cannot read the engine's weights: {reason_of(error)}") from error
         if len({(worker.store, worker.version) for worker in held}) != 1:
             raise EngineLost("its workers do not report the same weights")
+        if not self._stamped:
+            raise EngineLost(f"its replies do not show an update: start it with {_IDENTITY}")
         return description, held[0]
 
     async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
@@ -370,7 +373,7 @@ class EngineClient:
         may have been given weights."""
         before, stamped = await self._identity_client.report()
         if updated and not before.identity:
-            raise EngineLost(f"the engine has no identity: start it with {' '.join(IDENTITY_FLAG)}")
+            raise EngineLost(f"the engine has no identity: start it with {_IDENTITY}")
         # A stock engine without an update may have no such call.
         answers = updated or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)

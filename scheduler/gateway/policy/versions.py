@@ -281,13 +281,16 @@ class VersionPolicy:
         at = self._engines.get(event.engine)
         if at is None:
             return []
+        target = self._target
+        assert target is not None
         if event.fault:
             at.failed_at_s = now
             at.failed = JobVersion(job=event.job, store=at.loads, version=event.version)
+            if at.state is EngineState.UPDATING and at.failed != target:
+                # The target moved on meanwhile: nothing is known against it.
+                return [self._update(event.engine, target)]
             return self._advance(event.engine, VersionSwitchTrigger.BROKE)
         at.job, at.version, at.state_hash = event.job, event.version, event.state_hash
-        target = self._target
-        assert target is not None
         if (at.job, at.loads, at.version) == (target.job, target.store, target.version):
             self._served[at.job] = at.version
             return self._advance(event.engine, VersionSwitchTrigger.UPDATED)

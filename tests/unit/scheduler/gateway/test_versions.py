@@ -181,6 +181,18 @@ def test_a_failed_update_is_tried_again_after_its_pause_and_never_serves_meanwhi
     assert _kinds(policy.observe(TimePassed(), now=3.0)) == [UpdateEngine]
 
 
+def test_a_failed_update_of_a_version_that_was_passed_meanwhile_delays_no_newer_one() -> None:
+    policy = _serving(_join("d"), retry_s=2.0)
+    policy.observe(_publish(2), now=1.0)
+    policy.observe(_emptied("d"), now=1.0)
+    policy.observe(_publish(3), now=1.1)
+    (update,) = policy.observe(_updated("d", 2, fault="torn"), now=1.2)
+    assert isinstance(update, UpdateEngine)
+    assert update.version == 3
+    assert policy.observe(_updated("d", 3, fault="torn"), now=1.3) == ()
+    assert policy.state(EngineId("d")) is EngineState.FAILED
+
+
 def test_versions_only_rise_and_a_repeated_publish_settles_again() -> None:
     policy = _serving(_join("d"), version=5)
     assert _kinds(policy.observe(_publish(4), now=1.0)) == [RefusePublish]
