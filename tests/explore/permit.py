@@ -113,6 +113,8 @@ class _Unmeasured:
     def decided(self, *_: object, **__: object) -> None:
         pass
 
+    look = decided
+
 
 class _Service(PhaseService):
     """The control's own, with this model's disk, and without journal and metrics."""
