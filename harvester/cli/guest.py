@@ -76,7 +76,7 @@ def guest(
         vllm=vllm,
         kv_cache_gib=planned.kv_cache_gib,
         gpu=planned.gpu,
-        extra_arguments=(*_ranks(settings.gpus), *wanted.arguments),
+        extra_arguments=(*_parallel_flags(settings.gpus), *wanted.arguments),
     )
     command = launch.guest(
         spec,
@@ -164,7 +164,7 @@ def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
     return tuple(there[name] for name in named or there)
 
 
-def _ranks(used: Sequence[Gpu]) -> tuple[str, ...]:
+def _parallel_flags(used: Sequence[Gpu]) -> tuple[str, ...]:
     """Tensor-parallel flags, placed before the operator's own flags, which win."""
     return ("--tensor-parallel-size", str(len(used))) if len(used) > 1 else ()
 

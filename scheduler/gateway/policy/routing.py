@@ -53,7 +53,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.turn_queue import LineKey, QueuedTurn, QueueRank, TurnQueue
+from scheduler.gateway.policy.turn_queue import LineKey, QueuedTurn, QueuePriority, TurnQueue
 from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
@@ -212,10 +212,12 @@ class RoutingPolicy:
     def _wait(self, turn: TurnArrived, now: float) -> QueueTurn:
         last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
-        rank = QueueRank.RESUMED if turn.resumed else QueueRank.BEGUN if begun else QueueRank.FRESH
+        priority = QueuePriority.BEGUN if begun else QueuePriority.FRESH
+        if turn.resumed:
+            priority = QueuePriority.RESUMED
         since_s = now if turn.since_s is None else turn.since_s
-        near = last if rank is QueueRank.BEGUN else None
-        self._queue.add(QueuedTurn(turn, rank, since_s, near))
+        near = last if priority is QueuePriority.BEGUN else None
+        self._queue.add(QueuedTurn(turn, priority, since_s, near))
         return QueueTurn(turn=turn.turn)
 
     def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
@@ -303,20 +305,20 @@ class RoutingPolicy:
                 yield refused
 
     def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
+        """Give freed places to waiting turns, by priority, in each priority the oldest first.
 
         A turn that no free engine may serve blocks only the turns of its own line.
         """
         placed: list[RoutingEffect] = []
-        for rank in QueueRank if self._queue else ():
-            for first in self._queue.oldest_first(rank):
+        for priority in QueuePriority if self._queue else ():
+            for first in self._queue.oldest_first(priority):
                 turn = first.turn
                 chosen = self._choose(turn, now, tail=False)
                 if chosen is None:
                     continue
                 engine, reason = chosen
                 nearer = None
-                if rank is QueueRank.BEGUN and reason is not DispatchReason.AFFINITY:
+                if priority is QueuePriority.BEGUN and reason is not DispatchReason.AFFINITY:
                     nearer = self._nearer(first, engine, now)
                 if nearer is not None:
                     turn, reason = nearer, DispatchReason.AFFINITY

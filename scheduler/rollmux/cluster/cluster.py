@@ -221,7 +221,7 @@ class ClusterPolicy:
     def take_effects(self) -> tuple[ClusterEffect, ...]:
         """Effects since the last call, in the order in which they are to be carried out."""
         self._settle()
-        found = tuple(sorted(self._effects, key=self._rank))
+        found = tuple(sorted(self._effects, key=self._order))
         self._effects, self._removed, self._arrived = [], set(), set()
         return found
 
@@ -398,7 +398,7 @@ class ClusterPolicy:
         permit = self._permits.permit(placed.job)
         return permit is None or permit.stage is PermitStage.APART or permit.epoch == NO_EPOCH
 
-    def _rank(self, effect: ClusterEffect) -> int:
+    def _order(self, effect: ClusterEffect) -> int:
         """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
         one, nor about to leave itself."""
         match effect:
