@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.agent.idle_series import Floats, IdleSeries, generated, series_of
-from benchmarks.agent.level_forecasts import LastWindow, LevelForecaster, RecentMean
+from benchmarks.agent.mean_forecasts import LastWindow, MeanForecaster, RecentMean
 from benchmarks.testbed.trace import read_trace
 from harvester.contracts.wire.leases import IdleForecast
 from harvester.policy.idle_forecast import HORIZONS_S, IdleForecaster
@@ -63,9 +63,9 @@ def forecast(
 def judged(series: IdleSeries) -> dict[str, Any]:
     forecasters: dict[str, Forecaster] = {
         _OWN: IdleForecaster(),
-        _EWMA: LevelForecaster(RecentMean),
-        _LAST: LevelForecaster(LastWindow),
-        **{_fixed(m): LevelForecaster(lambda _, m=m: RecentMean(m)) for m in MEMORIES_S},  # type: ignore[misc]
+        _EWMA: MeanForecaster(RecentMean),
+        _LAST: MeanForecaster(LastWindow),
+        **{_fixed(m): MeanForecaster(lambda _, m=m: RecentMean(m)) for m in MEMORIES_S},  # type: ignore[misc]
     }
     return verdict(series, replayed(series.idle, forecasters))
 

@@ -83,9 +83,9 @@ def kernel_digests(
         states = _states(data, blocks, max(1, scratch_bytes // _SUMS_BYTES))
         starts = np.maximum(0, xxh3.BLOCK_BYTES * blocks - xxh3.STRIPE_BYTES)
         ends = torch.cat([part[start:] for part, start in zip(data, starts.tolist(), strict=True)])
-        tails = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
+        last = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
     digests = []
-    for state, end, taken, size in zip(states, tails, blocks, sizes, strict=True):
+    for state, end, taken, size in zip(states, last, blocks, sizes, strict=True):
         start = xxh3.STRIPE_BYTES if taken else 0
         high, low = xxh3.finished_by_end(state, end, start, np.uint64(size))
         digests.append(f"{int(high):016x}{int(low):016x}")

@@ -51,7 +51,7 @@ metrics middleware miss mode model moment monotonic movable mps mux name narrow 
 objective observed obstacles occupant offer on only openapi operation operator options order other
 outage outcome output over overruns overwrite own owners pace packer page parallel params parent
 part passed paths pause payload peer pending per percentile picked piece plain plan plane planned
-plugin policy pool prefix pressure price printed private probe process profile promise prompt proof
+plugin policy pool prefix pressure price printed priority private probe process profile promise prompt proof
 protocol publish pull queue quiesce ran random range rank ray reader reason recall reclaim record
 ref refusal refuse register regroup release reload relocation remembered removal render renew repair
 repeated replay reply report request reserve resident restart result resumed retarget retention
