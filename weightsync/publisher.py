@@ -311,7 +311,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             everything = talk.gather(written)
             done = self._lead.commit(order, everything) if self._lead else None
             outcome = talk.tell(done, PublishResult)
-            self._share.hold(order, outcome, written, draft)
+            self._share.advance(order, outcome, written, draft)
         return outcome
 
     def _written(

@@ -150,7 +150,7 @@ class Receiver:
             return found.stamp not in {"", known}
         return bool(known)
 
-    def holds(self, version: WeightVersion, state_hash: str) -> None:
+    def adopt(self, version: WeightVersion, state_hash: str) -> None:
         """The holder has this version, which another receiver wrote."""
         self._last_hash = version, state_hash
 

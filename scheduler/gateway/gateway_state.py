@@ -167,7 +167,7 @@ class SchedulerState:
             for lease, slot, agent, job, epoch in rows
         ]
 
-    def hold(self, lease: Lease) -> None:
+    def keep_lease(self, lease: Lease) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO leases (lease, slot, agent, job, epoch) VALUES (?, ?, ?, ?, ?)",
             (lease.lease, lease.slot, lease.agent, lease.job, lease.epoch),

@@ -27,7 +27,7 @@ class JobPauses:
         self._dispatcher = dispatcher
         self._resumed = asyncio.Event()
 
-    def holds(self, job: JobId) -> bool:
+    def is_paused(self, job: JobId) -> bool:
         return self._dispatcher.policy.is_paused(job)
 
     def begin(self, job: JobId) -> None:
@@ -43,7 +43,7 @@ class JobPauses:
     async def emptied(self, job: JobId, *, cut: bool) -> None:
         """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: turns
         that can go on from their output leave at once; the others are not waited for."""
-        while self.holds(job):
+        while self.is_paused(job):
             on_engines = [
                 running
                 for member in self._fleet.members.values()

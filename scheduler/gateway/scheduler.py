@@ -348,7 +348,7 @@ class Scheduler:
         self.pauses.end(job)
 
     def is_paused(self, job: JobId) -> bool:
-        return self.pauses.holds(job)
+        return self.pauses.is_paused(job)
 
     async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
         """Aborts the open turns of a trajectory and forgets where its prefix is; returns the number

@@ -167,7 +167,7 @@ class Share:
             raise self._other_layout(f"{min(expected)} is missing")
         return WrittenShare(files.finish(), digests)
 
-    def hold(
+    def advance(
         self, order: PublishOrder, outcome: PublishResult, written: WrittenShare, draft: Draft
     ) -> None:
         """Advance the copy to the published version."""
@@ -183,7 +183,7 @@ class Share:
             }
             shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
             self._copy.advance(shards, encodings, self._pool)
-        self._copy.hold(version, outcome.state_hash, written.digests)
+        self._copy.commit(version, outcome.state_hash, written.digests)
         self._is_reported = True
 
     def _files(self, draft: Draft) -> ShardFiles:

@@ -281,7 +281,7 @@ class Harvest:
                     # The grantor counts from its reply, later than the question.
                     expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
                 )
-                self._hold(lease, granted.forecasts)
+                self._take_in(lease, granted.forecasts)
 
     async def _renew(self, lease: Lease) -> None:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
@@ -306,9 +306,9 @@ class Harvest:
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
                 expires_s = called_at_s + min(reply.duration_s, duration_s)
-                self._hold(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
+                self._take_in(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
 
-    def _hold(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
+    def _take_in(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
         known = self.leases.get(lease.lease)
         self.leases[lease.lease] = lease
         idle_ratio = _forecast_ratio(forecasts)
@@ -351,7 +351,7 @@ class Harvest:
         itself."""
         lease = self.leases.get(name)
         try:
-            self._state.end(name) if lease is None else self._state.hold(lease)
+            self._state.end(name) if lease is None else self._state.keep_lease(lease)
         except sqlite3.Error as error:
             if not self.unrecorded:
                 _log.error("leases cannot be recorded in state_file: %s", error)

@@ -159,10 +159,10 @@ class CapacityPolicy:
         effects: list[CapacityEffect] = []
         for lease in sorted(sample.leases, key=lambda lease: lease.lease):
             self._calls.pop(lease.slot, None)
-            effects += self._hold(lease, sample, kept, now)
+            effects += self._keep_or_drop(lease, sample, kept, now)
         return (*effects, *self._take(sample, kept, now))
 
-    def _hold(
+    def _keep_or_drop(
         self, lease: Lease, sample: CapacitySample, kept: dict[SlotId, Lease], now: float
     ) -> list[CapacityEffect]:
         config = self._config

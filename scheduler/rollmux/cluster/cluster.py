@@ -181,7 +181,7 @@ class ClusterPolicy:
         self.layout_changed = True
         if placed.stage is PlacementStage.QUEUED:
             return
-        self.residency.hold(job, (), 0)
+        self.residency.keep(job, (), 0)
         self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if placed.iterations:
@@ -317,7 +317,7 @@ class ClusterPolicy:
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
-        self._hold(placed, self.residency.kept(placed.job, placement))
+        self._keep_state(placed, self.residency.kept(placed.job, placement))
         permit = self._permits.permit(placed.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
         if permit is not None and not (permit.holding and own.issuperset(permit.nodes)):
@@ -328,15 +328,15 @@ class ClusterPolicy:
 
     def _leave_old(self, placed: JobPlacement, now: float) -> None:
         placed.at = None
-        self._hold(placed, ())
+        self._keep_state(placed, ())
         self._touched.add(placed.job)
         self.unsaved.add(placed.job)
         self.layout_changed = True
         self._apply(self.planner.complete_move(placed.job, now=now), now)
         self._let_in(now)
 
-    def _hold(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
-        self.residency.hold(placed.job, nodes, placed.spec.host_bytes)
+    def _keep_state(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
+        self.residency.keep(placed.job, nodes, placed.spec.host_bytes)
 
     def _enter_if_room(self, placed: JobPlacement, now: float) -> None:
         assert placed.to is not None
@@ -344,7 +344,7 @@ class ClusterPolicy:
             return
         placed.moves += placed.started
         placed.arrived_s = now if placed.started else None
-        self._hold(placed, placed.to.nodes)
+        self._keep_state(placed, placed.to.nodes)
         placed.arrive()
         self._arrived.add(placed.job)
         self._touched.add(placed.job)

@@ -225,8 +225,8 @@ class GroupTable:
         pinned = [] if home is None else [self.groups[home].pinned[job]]
         planned = [node for placement in pinned for node in placement.nodes]
         leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
-        self.planned.hold(job, planned, host_bytes)
-        self.resident.hold(job, [*planned, *leaving], host_bytes)
+        self.planned.keep(job, planned, host_bytes)
+        self.resident.keep(job, [*planned, *leaving], host_bytes)
 
     def _settle(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
         group.pinned[placement.job] = placement

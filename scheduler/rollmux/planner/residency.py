@@ -17,7 +17,7 @@ class Residency:
         self._bytes: dict[NodeId, dict[JobId, int]] = {}
         self._nodes: dict[JobId, tuple[NodeId, ...]] = {}
 
-    def hold(self, job: JobId, nodes: Iterable[NodeId], host_bytes: int) -> None:
+    def keep(self, job: JobId, nodes: Iterable[NodeId], host_bytes: int) -> None:
         """The job's state is on these nodes and on no other."""
         for node in self._nodes.pop(job, ()):
             del self._bytes[node][job]
