@@ -145,7 +145,7 @@ class Receiver:
         known = self._stamps.get(held)
         with suppress(*_BROKEN):
             found = self._store.manifest(VersionRef(Kind.WEIGHT, held))
-            if found.block is not None:
+            if found.section is not None:
                 return found.state_hash != self._last_hash[1]
             return found.stamp not in {"", known}
         return bool(known)
@@ -214,7 +214,7 @@ class Receiver:
             ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
             step = self.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
-            if manifest.block is not None:
+            if manifest.section is not None:
                 # Deltas to a later version tell by themselves: they lead to another state.
                 written, state_hash = self._last_hash
                 is_other = written == version == target and state_hash != manifest.state_hash
@@ -226,7 +226,7 @@ class Receiver:
             return not known or target <= version
         except (Corrupt, Unsupported):
             return True
-        return bool(known) if found.block is not None else found.stamp not in {"", known}
+        return bool(known) if found.section is not None else found.stamp not in {"", known}
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
@@ -280,7 +280,7 @@ class Receiver:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
         with self._forgetting(plan):
-            is_theirs = any(step.manifest.block is None for step in plan.steps)
+            is_theirs = any(step.manifest.section is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (is_theirs or known is None or known.version != plan.current):
                 raise Stale(f"version {plan.current} is not what was written here: plan again")
@@ -327,7 +327,7 @@ class Receiver:
         `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's.
         """
         self.wrote_steps(staged)
-        if staged.plan.manifest.block is not None:
+        if staged.plan.manifest.section is not None:
             # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, digests)
 
@@ -402,7 +402,7 @@ class Receiver:
         """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any
         of them may have been damaged in a copy on the way."""
         for step in plan.steps:
-            if step.manifest.block is None:
+            if step.manifest.section is None:
                 self._store.doubt(step.ref, step.manifest)
 
     @contextmanager

@@ -56,8 +56,8 @@ _TORCH_NAMES = {
 _NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}
 UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-BLOCK_BYTES = 256 << 10
-"""Bytes that a loop changes and hashes at a time: two blocks fit into a core's own cache."""
+TILE_BYTES = 256 << 10
+"""Bytes that a loop changes and hashes at a time: two tiles fit into a core's own cache."""
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 

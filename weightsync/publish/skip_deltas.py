@@ -18,7 +18,7 @@ from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.encoding.codec import Encoded, Encoding, composed
-from weightsync.layout.manifest import Block, Manifest
+from weightsync.layout.manifest import IndexSection, Manifest
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare
 from weightsync.publish.delta_shards import ShardFiles
@@ -59,8 +59,8 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipDelta:
     ref: VersionRef
-    block: Block
-    """The block of the version that it leads to."""
+    section: IndexSection
+    """The section of the version that it leads to."""
     entries: Mapping[str, Encoded]
 
 
@@ -122,7 +122,7 @@ class SkipDeltas:
             for entry, encoded in skip.entries.items():
                 files.add(entry, encoded)
             written = WrittenShare(files.finish(), {})
-        self._lead.commit_skip(begun, skip.ref, skip.block, written)
+        self._lead.commit_skip(begun, skip.ref, skip.section, written)
 
 
 class _Maker:
@@ -168,8 +168,8 @@ def made(
     """
     ref = VersionRef(Kind.SKIP, version, base)
     chain = _chain(store, base, version)
-    block = chain[-1][1].block
-    if block is None:
+    section = chain[-1][1].section
+    if section is None:
         raise Corrupt(f"{ref.directory}: version {version} is of another system")
     changes, digests = _payloads(store, chain, spool, until)
     entries = {}
@@ -182,7 +182,7 @@ def made(
         )
         if found is not None:
             entries[entry] = found
-    return SkipDelta(ref=ref, block=block, entries=entries)
+    return SkipDelta(ref=ref, section=section, entries=entries)
 
 
 def _payloads(
@@ -219,8 +219,8 @@ def _chain(
     while at is not None and at > base:
         ref = VersionRef(Kind.WEIGHT, at)
         manifest = store.manifest(ref)
-        if not chain and manifest.block is not None:
-            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.block.bytes_dense)
+        if not chain and manifest.section is not None:
+            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.section.bytes_dense)
         chain.append((ref, manifest))
         left_bytes -= store.size_bytes(ref, manifest)
         left_payloads -= len(manifest.weight_map)

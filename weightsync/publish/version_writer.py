@@ -23,8 +23,8 @@ from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import (
-    BLOCK_FORMAT,
-    Block,
+    INDEX_FORMAT,
+    IndexSection,
     Manifest,
     encoded_manifest,
     without_chunks,
@@ -189,10 +189,12 @@ class VersionWriter:
             raise Stale(f"version {ref.version} was pruned")
         return self._writer.begin(ref)
 
-    def commit_skip(self, begun: str, ref: VersionRef, block: Block, written: WrittenShare) -> None:
-        """Make a skip delta visible; `block` is of the version that it leads to."""
+    def commit_skip(
+        self, begun: str, ref: VersionRef, section: IndexSection, written: WrittenShare
+    ) -> None:
+        """Make a skip delta visible; `section` is of the version that it leads to."""
         _, small = self._complete(
-            begun, ref.version, ref.base or 0, [written], block.state_hash, block.bytes_dense
+            begun, ref.version, ref.base or 0, [written], section.state_hash, section.bytes_dense
         )
         self._check_quota(_size_bytes([written], small))
         self._writer.finish(begun, ref, small)
@@ -268,8 +270,8 @@ class VersionWriter:
             delta_encoding=self._encoding if base else None,
             checksum_format=ALGORITHM,
             weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
-            block=Block(
-                format=BLOCK_FORMAT,
+            section=IndexSection(
+                format=INDEX_FORMAT,
                 state_hash=state_hash,
                 bytes_dense=bytes_dense,
                 files={names[shard.file]: shard.record for shard in shards},

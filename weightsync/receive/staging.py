@@ -59,7 +59,7 @@ class Staging:
         self._store = store
         self._plan = plan
         self._held = parts
-        self._is_ours = all(step.manifest.block is not None for step in plan.steps)
+        self._is_ours = all(step.manifest.section is not None for step in plan.steps)
         self._read = parts if self._is_ours else everything(parts.whole, parts.slicing)
         self._pool = pool
         self._room = room
@@ -94,7 +94,7 @@ class Staging:
             found |= set(header.layout)
             given = {**step.manifest.checksums, **header.metadata}
             checksums = {n: given[n] for n in header.layout if n in given}
-            if step.manifest.block is None:
+            if step.manifest.section is None:
                 _check_given(step, shard, header, checksums)
                 algorithm = step.manifest.checksum_format
                 self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
@@ -294,7 +294,7 @@ class Staging:
         return expected_of_parts(self._plan.manifest.state_hash, self._held, self._table)
 
     def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
-        return {} if self._plan.manifest.block else self._checksums
+        return {} if self._plan.manifest.section else self._checksums
 
 
 def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:

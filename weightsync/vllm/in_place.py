@@ -4,7 +4,7 @@ On trial every tensor is copied, changed and hashed, so that a base or a delta t
 lead to the published state is found before anything is touched; packed forms of linear layers are
 made from the very copies that were hashed. A foreign store has checksums of changed tensors only,
 so that its trial covers these. A rank's box of a tensor has no published digest: before the change
-it must have that of the last update. In the pause each block is hashed as soon as it is written,
+it must have that of the last update. In the pause each tile is hashed as soon as it is written,
 while the processor's cache holds it, so that all weights are read once instead of twice; the
 digests must be those of the trial.
 """

@@ -56,16 +56,16 @@ prompt proof protocol publish pull queue quiesce ran random range rank ray reade
 reclaim record ref refusal refuse register regroup release reload relocation remembered removal
 render renew repair repeated replay reply report request reserve resident restart result resumed
 retarget retention retry return revocations revoke ring rise role rollout room root rose roster
-route row rules run runner sample scan scenarios scheduled scores seal searched seconds seen segment
-selection sender sense sensor serve settings settle sglang shadow shape shard share shelf short
-siblings side signal simulate single sizes skipped slowdown socket source sparse spec spent spool
-sqlite squares stage stale stat state status step stock stopped streak stream stretch strict struct
-submission submit successful sum summary switch sync systemd table take target template tenant
-tensor terms test text thread time timeline timeouts tinker tls token total trainer transfer
-transport trigger type unanswered undo undone unload unplaced unreachable unrecorded unsafe unseen
-unshared unsupported up update upstream usage use value varint verdict view virtual vllm wait waker
-walk warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world worst
-writable write written xor xxh yaml yet zero
+route row rules run runner sample scan scenarios scheduled scores seal searched seconds section seen
+segment selection sender sense sensor serve settings settle sglang shadow shape shard share shelf
+short siblings side signal simulate single sizes skipped slowdown socket source sparse spec spent
+spool sqlite squares stage stale stat state status step stock stopped streak stream stretch strict
+struct submission submit successful sum summary switch sync systemd table take target template
+tenant tensor terms test text thread threshold tile time timeline timeouts tinker tls token total
+trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
+unrecorded unsafe unseen unshared unsupported up update upstream usage use value varint verdict view
+virtual vllm wait waker walk warn watch watchdog weight whole widen wire withdraw withdrawn word
+work workload world worst writable write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
 and the field's terms."""

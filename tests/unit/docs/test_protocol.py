@@ -56,7 +56,7 @@ from scheduler.gateway.requests import (
     decode_generate,
 )
 from scheduler.gateway.settings import GatewaySettings
-from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
+from weightsync.layout.manifest import AdapterRecord, FileRecord, IndexSection, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 
 PAGE = "docs/protocol.md"
@@ -101,7 +101,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.VersionSwitched,
     engines.EngineReport,
     engines.EngineDescription,
-    Block,
+    IndexSection,
     FileRecord,
     SliceRecord,
     AdapterRecord,
