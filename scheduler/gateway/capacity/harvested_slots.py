@@ -29,7 +29,7 @@ from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
-from scheduler.gateway.capacity.service_budgets import ServiceBudgets
+from scheduler.gateway.capacity.shared_budgets import SharedBudgets
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.fleet_member import Member
@@ -92,7 +92,7 @@ class Harvest:
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
-        self.budgets = ServiceBudgets(state, clock)
+        self.budgets = SharedBudgets(state, clock)
         self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
         self.unrecorded: set[LeaseId] = set()
