@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.testbed import memory_split
+from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind, RolloutLoad
 from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.prerequisites import check_gpu_machine, check_machine, is_cuda_build
@@ -16,7 +17,6 @@ from benchmarks.testbed.production_model import (
     STEP_TOKENS,
     write_production_checkpoint,
 )
-from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu, gpus, smi_lines
 from coserve.guest.isolation import TIME_SLICING, Isolation
