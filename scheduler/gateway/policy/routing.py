@@ -13,8 +13,8 @@ Only engines that serve the turn's job at a version its pin allows, with the num
 and whose context holds its prompt and its whole output, are eligible: a turn never ends early
 because of its place.
 
-A turn whose pin no engine meets yet is held outside the queue, where it counts neither as demand
-nor as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
+A turn whose pin no engine meets yet is deferred: outside the queue it counts neither as demand nor
+as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
 pin that can never be met again, an older version than the job's, is refused at once.
 
 The queue is bounded. A request of several turns is admitted once, with room for all of them, or
@@ -32,12 +32,12 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId
 from scheduler.gateway.policy.engine_load import EngineLoad
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
+    DeferTurn,
     DispatchReason,
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
     ForgetPrefix,
-    HoldTurn,
     JobPaused,
     QueueTurn,
     Refusal,
@@ -68,7 +68,7 @@ class RoutingPolicy:
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queue = TurnQueue()
-        self._held: dict[str, TurnArrived] = {}
+        self._deferred: dict[str, TurnArrived] = {}
         """Turns whose pin no engine meets yet, in the order of their arrival."""
         self._admitted: set[str] = set()
         """Turns of requests that were admitted whole."""
@@ -85,7 +85,7 @@ class RoutingPolicy:
     @property
     def room(self) -> int:
         """Turns that may still wait."""
-        waiting = len(self._queue) + len(self._held) + len(self._arriving)
+        waiting = len(self._queue) + len(self._deferred) + len(self._arriving)
         return self._config.queue_turns - waiting
 
     @property
@@ -95,8 +95,8 @@ class RoutingPolicy:
     def queued_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._queue)
 
-    def held_turns_of(self, job: JobId) -> int:
-        return sum(turn.job == job for turn in self._held.values())
+    def deferred_turns_of(self, job: JobId) -> int:
+        return sum(turn.job == job for turn in self._deferred.values())
 
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
@@ -113,8 +113,8 @@ class RoutingPolicy:
         load = self._engines.get(engine)
         return load.s_per_token_alone if load else None
 
-    def holds(self, turn: str) -> bool:
-        return turn in self._held
+    def defers(self, turn: str) -> bool:
+        return turn in self._deferred
 
     def is_paused(self, job: JobId) -> bool:
         return job in self._paused
@@ -147,7 +147,7 @@ class RoutingPolicy:
                 self._leave(event, now)
             case TurnWithdrawn():
                 self._queue.remove(event.turn)
-                self._held.pop(event.turn, None)
+                self._deferred.pop(event.turn, None)
             case TurnCleared():
                 self._end_trial(event.turn)
             case EngineOffered():
@@ -166,7 +166,7 @@ class RoutingPolicy:
                 return tuple(self._forget(event))
         released: tuple[RoutingEffect, ...] = ()
         if isinstance(event, EngineOffered | Retarget | ContextLimited | TimePassed):
-            released = self._review_held(now)
+            released = self._review_deferred(now)
         if isinstance(event, EngineWithdrawn | Retarget | ContextLimited):
             return (*released, *self._drain(now), *self._refuse_stale(now))
         return (*released, *self._drain(now))
@@ -198,8 +198,8 @@ class RoutingPolicy:
         waited = turn.resumed or turn.since_s is not None
         may_wait = self.room > 0 or waited or turn.turn in self._admitted
         if (unmet := self._unmet(turn)) and may_wait:
-            self._held[turn.turn] = turn
-            return (HoldTurn(turn=turn.turn, reason=unmet),)
+            self._deferred[turn.turn] = turn
+            return (DeferTurn(turn=turn.turn, reason=unmet),)
         if not self._queue.has_line(turn):
             chosen = self._choose(turn, now, tail=not self._queue)
             if chosen is not None:
@@ -220,17 +220,17 @@ class RoutingPolicy:
         self._queue.add(QueuedTurn(turn, priority, since_s, near))
         return QueueTurn(turn=turn.turn)
 
-    def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Queues held turns whose pin can be met now; refuses turns that waited long enough."""
+    def _review_deferred(self, now: float) -> tuple[RoutingEffect, ...]:
+        """Queues deferred turns whose pin can be met now; refuses turns that waited long enough."""
         reviewed: list[RoutingEffect] = []
         waits: dict[tuple[LineKey, bool], bool] = {}
-        for turn in tuple(self._held.values()):
+        for turn in tuple(self._deferred.values()):
             key = self._queue.line_key(turn), self._is_too_long(turn)
             if key not in waits:
                 waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
             if waits[key] and now < turn.pin_until_s:
                 continue
-            del self._held[turn.turn]
+            del self._deferred[turn.turn]
             reviewed.append(self._refusal(turn, now) or self._wait(turn, now))
         return tuple(reviewed)
 

@@ -25,6 +25,8 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
+VERBS = {"holds"}
+"""Whether a thing contains another: a verb, not the plural of an order."""
 OWN_BOUNDS = {"Ratio", "Seconds"}
 """Numbers of a file or of a wire, each within bounds of its own."""
 _PLAIN = """
@@ -35,14 +37,14 @@ bet bill binds bits blame body bounds bucket build burn busy by byte cache calib
 capabilities capacity case chance change cheapest check checkpoint choice chunk cleared client clock
 close cluster codec command compared comparison compiled completion compute condition config
 connections constraint contents context continuation control core corrupt coserve counters counts
-course cpu credentials csv cursor curve cut dated deadline deaths decided decision declared demand
-dense deployment derived description device dialect difference digests directory dispatch
+course cpu credentials csv cursor curve cut dated deadline deaths decided decision declared defer
+demand dense deployment derived description device dialect difference digests directory dispatch
 disruptions distribution document doubling draft drift driver drop durable duration effect elapsed
 emptied encoded end endings endpoint engaged enqueue enter entry environment estimate evacuation
 event evictions evidence exchange execution executor exhausted expected experiments explanation
 exposition facts failed fallback fault field file finish first fleet force foreign forget free
-frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head health history hold
-holders horizon host hour http id identity idle ids impact in index info init intake isolation
+frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head health held history
+hold holders horizon host hour http id identity idle ids impact in index info init intake isolation
 joined journal journalled judge keeper kept kernels key kill kind kit known kubernetes kv kvcached
 label lanes large last latency latest launch law layers layout lazy least leave ledger left lent
 lift limit linear list listener load location lock log logger logprob longest loop lora lost mailbox
@@ -190,12 +192,32 @@ def test_a_word_of_one_meaning_in_a_class_s_name_has_the_meaning_of_a_row(
     trees: dict[str, ast.Module], table_after: TableAfter
 ) -> None:
     listed: dict[str, list[str]] = defaultdict(list)
-    for word, _, classes in table_after(PAGE, "## Words of one meaning"):
+    for word, _, _, classes in table_after(PAGE, "## Words of one meaning"):
         listed[word] += [] if classes == "none" else classes.split(", ")
     names = {name for _, tree in of_packages(trees) for name in public_classes(tree)}
     for word, classes in listed.items():
         found = {name for name in names if {word, f"{word}s"} & set(words_of(name))}
         assert sorted(classes) == sorted(found), word
+
+
+def test_a_word_of_one_meaning_in_a_function_or_file_lies_in_a_folder_of_its_row(
+    trees: dict[str, ast.Module], table_after: TableAfter
+) -> None:
+    folders = {
+        word: tuple(f"{folder}/" for folder in rooms.split(", "))
+        for word, _, rooms, _ in table_after(PAGE, "## Words of one meaning")
+        if rooms != "any"
+    }
+    assert len(folders) > 5, "the folders of the table were not found"
+    forms = {word: {word, f"{word}s"} - VERBS for word in folders}
+    found = {
+        (word, path, name)
+        for path, tree in of_packages(trees)
+        for name in (stem_of(path) or "", *functions(tree))
+        for word in folders
+        if forms[word] & set(words_of(name)) and not path.startswith(folders[word])
+    }
+    assert found == set(), "the glossary says which folders have names with the word"
 
 
 @pytest.fixture
