@@ -21,7 +21,7 @@ from harvester.contracts.page import Guest, Pulse, Reading
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.005
-_TOLD_NS = 200_000_000
+_REPORTED_NS = 200_000_000
 """A step that was launched in time stands in the guest's page by then."""
 _RESUMES_S = 150.0
 """Production's step times are learnt anew first, from some hundred steps, and then comes quiet."""
@@ -52,7 +52,7 @@ class OutageSteps:
         self.steps_launched = guest.steps_launched
         if guest.last_step_end_ns > self.last_pulse_ns:
             self.last_step_end_ns = max(self.last_step_end_ns, guest.last_step_end_ns)
-        if now_ns <= self.last_pulse_ns + PULSE_TTL_NS + _TOLD_NS:
+        if now_ns <= self.last_pulse_ns + PULSE_TTL_NS + _REPORTED_NS:
             return
         if self.steps is None:
             self.steps = guest.steps_launched

@@ -230,9 +230,9 @@ def _dispersion(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_ratio(
-    value: NDArray[np.float64], wanted: float | NDArray[np.float64]
+    value: NDArray[np.float64], target: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    return np.asarray(np.abs(np.log((value + 1e-3) / (np.asarray(wanted) + 1e-3))))
+    return np.asarray(np.abs(np.log((value + 1e-3) / (np.asarray(target) + 1e-3))))
 
 
 def _clipped(tokens: float, least: int, most: int) -> int:

@@ -164,18 +164,18 @@ def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
     raise Unsupported(f"{command} does not report the memory of GPU {uuid}")
 
 
-def find_hardware(wanted: HardwareKind | None = None, *, command: str = "nvidia-smi") -> Hardware:
-    """This machine's, or the wanted kind. Raises Unsupported where that is not here.
+def find_hardware(kind: HardwareKind | None = None, *, command: str = "nvidia-smi") -> Hardware:
+    """This machine's, or one of this kind. Raises Unsupported where that is not here.
 
     A GPU counts where the installed vLLM is the CUDA build: a CPU build beside it uses none.
     """
-    if wanted is HardwareKind.REHEARSAL:
+    if kind is HardwareKind.REHEARSAL:
         return _REHEARSED
-    if wanted is HardwareKind.CPU or (wanted is None and not is_cuda_build()):
+    if kind is HardwareKind.CPU or (kind is None and not is_cuda_build()):
         return CpuHardware()
     here = gpus(command)
     if not here:
-        if wanted is None:
+        if kind is None:
             return CpuHardware()
         raise Unsupported(f"no NVIDIA GPU: {command} is absent or lists none")
     gpu = here[0]

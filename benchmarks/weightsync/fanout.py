@@ -236,7 +236,7 @@ def _line(stream: IO[str] | None) -> str:
     assert stream is not None
     line = stream.readline()
     if not line:
-        raise Exhausted("a part of the benchmark ended early; see what it said above")
+        raise Exhausted("a part of the benchmark ended early; see its output above")
     return line
 
 
