@@ -265,7 +265,7 @@ class Receiver:
         """The holder's part of the checkpoint that a plan leads to; `held` as in `prepare`."""
         if plan.root is None:
             if held is None or self.is_partial:
-                raise Corrupt(f"no full checkpoint tells what version {plan.target} consists of")
+                raise Corrupt(f"no full checkpoint lists the tensors of version {plan.target}")
             return everything(held, Slicing())
         if self._parts is None or self._parts[0] != plan.root.ref:
             slicing = plan.root.manifest.slicing
@@ -283,7 +283,7 @@ class Receiver:
             is_theirs = any(step.manifest.section is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (is_theirs or known is None or known.version != plan.current):
-                raise Stale(f"version {plan.current} is not what was written here: plan again")
+                raise Stale(f"version {plan.current} was not written here: plan again")
             uses = copy is not None and plan.steps[:1] == (copy.step,)
             keeps = self._copies and is_theirs and plan.current is None
             # Memory of a copy would be taken between versions too.

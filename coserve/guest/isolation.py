@@ -127,7 +127,7 @@ TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0, envi
 
 
 def choose(
-    wanted: IsolationBackend | None = None,
+    requested: IsolationBackend | None = None,
     *,
     gpus: Sequence[Gpu] = (),
     mps: MpsShare | None = None,
@@ -137,37 +137,37 @@ def choose(
     `mps` is an operator's consent; it is used only if MPS is requested. Raises Unsupported if the
     requested backend cannot work here, ConfigError if it lacks that consent.
     """
-    if wanted is IsolationBackend.NONE:
+    if requested is IsolationBackend.NONE:
         return NO_ISOLATION
-    if wanted is IsolationBackend.MPS:
+    if requested is IsolationBackend.MPS:
         return _mps(gpus, mps)
     if gpus:
-        return _time_slicing(wanted, gpus)
-    if wanted is IsolationBackend.TIME_SLICING:
+        return _time_slicing(requested, gpus)
+    if requested is IsolationBackend.TIME_SLICING:
         raise Unsupported("time-slicing needs an NVIDIA GPU")
-    return _on_cpu(wanted)
+    return _on_cpu(requested)
 
 
-def _on_cpu(wanted: IsolationBackend | None) -> Isolation:
+def _on_cpu(requested: IsolationBackend | None) -> Isolation:
     if not hasattr(os, "SCHED_IDLE"):
-        if wanted is not None:
-            raise Unsupported(f"{wanted} needs Linux; choose isolation 'none'")
+        if requested is not None:
+            raise Unsupported(f"{requested} needs Linux; choose isolation 'none'")
         return NO_ISOLATION
-    if wanted is IsolationBackend.IDLE:
+    if requested is IsolationBackend.IDLE:
         return IDLE_CLASS
     try:
         _GROUPS.check(os.getpid())
     except Unsupported:
-        if wanted is IsolationBackend.IDLE_GROUP:
+        if requested is IsolationBackend.IDLE_GROUP:
             raise
         return IDLE_CLASS
     return IDLE_GROUP
 
 
-def _time_slicing(wanted: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
-    if wanted in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
+def _time_slicing(requested: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
+    if requested in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
         raise Unsupported(
-            f"{wanted} ranks threads on a core and no kernel on a GPU: leave isolation to "
+            f"{requested} ranks threads on a core and no kernel on a GPU: leave isolation to "
             "time-slicing, or choose mps"
         )
     for gpu in gpus:

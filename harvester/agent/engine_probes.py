@@ -62,7 +62,7 @@ _SERIES = {
 }
 """Names by engine, behind its own and a colon; SGLang has them with --enable-metrics."""
 _NAMES = [(engine, name) for engine, names in _SERIES.items() for name in names]
-_WANTED = re.compile(
+_NEEDED = re.compile(
     rf"^(?:{'|'.join(f'{engine}[:_]{name}' for engine, name in _NAMES)})[ {{].*$", re.MULTILINE
 )
 
@@ -77,7 +77,7 @@ def narrowed(url: str) -> str:
 
 def read_metrics(text: str) -> EngineMetrics | None:
     """Sums over engines of one kind, and the largest KV use; None if one is missing or bad."""
-    lines = "\n".join(_WANTED.findall(text))
+    lines = "\n".join(_NEEDED.findall(text))
     if len(lines) > _MAX_READ_BYTES:
         return None
     found: dict[str, float] = {}
@@ -215,5 +215,5 @@ async def _repeat(
             try:
                 await ask(session)
             except Exception:
-                _log.exception("an engine's answer is not understood")
+                _log.exception("a probe of an engine failed; it is repeated")
             await asyncio.sleep(period_s)

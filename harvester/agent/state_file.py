@@ -65,7 +65,7 @@ class StateFile:
         except FileNotFoundError:
             if self._refused.exists():
                 # The agent that refused the file ended before it saved a new state.
-                raise Corrupt(f"{self.path}: put aside, and none saved since") from None
+                raise Corrupt(f"{self.path}: put aside as unreadable; no state since") from None
             return None
         head, state = self._decoded(raw)
         if head.origin == self._origin != "" and head.at_s <= now:
@@ -91,14 +91,14 @@ class StateFile:
             if head.schema != SCHEMA:
                 raise Corrupt(f"{self.path}: schema {head.schema}, this agent reads {SCHEMA}")
             if not whole:
-                raise Corrupt(f"{self.path}: not what was written")
+                raise Corrupt(f"{self.path}: its digest does not match its content")
             if head.node != self._node:
                 raise ConfigError(
-                    f"{self.path} is of node {head.node}, and this is node {self._node}: correct "
+                    f"{self.path} belongs to node {head.node}, this is node {self._node}: correct "
                     "`node`, or if it has its new name for good move the file away"
                 )
             if head.slot != self._slot:
-                raise Corrupt(f"{self.path}: of slot {head.slot}")
+                raise Corrupt(f"{self.path}: belongs to slot {head.slot}")
             return head, msgspec.json.decode(body, type=DurableState)
         except UNDECODABLE as error:
             raise Corrupt(f"{self.path}: {error}") from error

@@ -15,7 +15,7 @@ from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.scheduler import Scheduler
 
 
-def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
+def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
     """Engines, jobs, queue, leases and counters; times are seconds from now.
 
     For a `tenant` its own jobs and their leases, and the engines unless they serve another's job,

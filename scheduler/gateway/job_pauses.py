@@ -21,7 +21,7 @@ class PauseMode(StrEnum):
     """Turns leave their engines and go on from their tokens after the pause."""
 
 
-class JobPauses:
+class PauseControl:
     def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher

@@ -236,7 +236,7 @@ class GatewaySettings(FrozenSettings):
         if sum(job.active for job in self.jobs) > 1:
             raise ValueError("only one job can be active")
         if taken := {job.tenant for job in self.jobs} & {OPERATOR, OBSERVER}:
-            raise ValueError(f"{min(taken)} is the name of a role; give the tenant another")
+            raise ValueError(f"{min(taken)} is the name of a role; rename the tenant")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         if not self.engines and not self.agents:

@@ -99,8 +99,8 @@ def difference(expected: Layout, found: Layout) -> str:
     """The first tensors that `found` lacks, has too or has in another form, for a message."""
 
     def described(name: str) -> str:
-        spec, wanted = found.get(name), expected.get(name)
-        form = f"is {spec}, not {wanted}" if wanted else "is extra"
+        spec, required = found.get(name), expected.get(name)
+        form = f"is {spec}, not {required}" if required else "is extra"
         return f"{name[:_SHOWN_CHARS]} {form if spec else 'is missing'}"
 
     differing = sorted(

@@ -179,7 +179,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
 def _check(manifest: Manifest, compression: str | None, expected: WeightVersion) -> None:
     what = f"index of version {expected}"
     if manifest.version != expected:
-        raise Corrupt(f"{what} says version {manifest.version}")
+        raise Corrupt(f"{what} has version {manifest.version}")
     if manifest.is_full:
         if manifest.base_version is not None:
             raise Corrupt(f"{what}: a base version without a delta encoding")

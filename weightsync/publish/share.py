@@ -101,7 +101,7 @@ class StateComparison:
         return [self._compare(entry, bits) for entry, bits in batch]
 
 
-class Share:
+class RankShare:
     """`in_flight_bytes` bounds the tensors compared at a time, above one per thread."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Share:
         until the anchor is needed. Raises Corrupt."""
         if not self._copy.is_true(self._pool):
             self._copy.forget()
-            raise Corrupt("the publisher's copy is not what it published; a full version follows")
+            raise Corrupt("the publisher's copy is not its last version; a full version follows")
         return self.write_full(draft)
 
     def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:

@@ -64,7 +64,7 @@ class SkipDelta:
     entries: Mapping[str, Encoded]
 
 
-class SkipDeltas:
+class SkipDeltaWriter:
     """Belongs to the thread that publishes; `spool_dir` holds deltas that are too large for the
     memory while they are read."""
 
@@ -170,7 +170,7 @@ def made(
     chain = _chain(store, base, version)
     section = chain[-1][1].section
     if section is None:
-        raise Corrupt(f"{ref.directory}: version {version} is of another system")
+        raise Corrupt(f"{ref.directory}: version {version} was written by another system")
     changes, digests = _payloads(store, chain, spool, until)
     entries = {}
     for entry, steps in changes.items():

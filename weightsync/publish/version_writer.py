@@ -221,7 +221,7 @@ class VersionWriter:
             )
             self._remove(doomed)
         except RoseMuxError as error:
-            _LOG.warning("old versions stay for now: %s", error)
+            _LOG.warning("old versions cannot be removed yet: %s", error)
 
     def _complete(
         self,

@@ -142,10 +142,10 @@ class Staging:
         header = copy.header()
         if step.manifest.is_full:
             self._check_specs(header)
-        wanted = (
+        required = (
             span for part in self._parts_in(header) for span in self._spans(step, header, part)
         )
-        copy.fetch_parts(wanted)
+        copy.fetch_parts(required)
         return copy, header
 
     def _parts_in(self, header: ShardHeader) -> list[EntryPart]:
@@ -256,7 +256,7 @@ class Staging:
             self._check_everything(digests)
             self._table = digests
         elif any(self._table[entry] != digest for entry, digest in digests.items()):
-            raise Corrupt(f"version {self._plan.target}: a tensor is not what was published")
+            raise Corrupt(f"version {self._plan.target}: a tensor differs from the published one")
         return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
 
     def _check_everything(self, digests: Mapping[str, str]) -> None:

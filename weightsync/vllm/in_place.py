@@ -84,7 +84,9 @@ def applied_in_place(
     target.finish(staged.changed)
     for name, digest in digests.items():
         if trial.digests.get(name) != digest:
-            raise Corrupt(f"{name} is not what was published after the update: another writer?")
+            raise Corrupt(
+                f"{name} differs from the published one after the update: another writer?"
+            )
     return staged.applied(str(staged.expected.state_hash), seconds=clock.now() - started)
 
 
@@ -135,7 +137,7 @@ def tried_on_copies(
             check_digests(staged.expected, staged.layout, published)
         except Corrupt as error:
             raise Corrupt(
-                f"version {staged.plan.target} on top of what this engine holds would not be the "
+                f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
     return Trial(forms, digests)

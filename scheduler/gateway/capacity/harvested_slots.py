@@ -29,7 +29,7 @@ from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
-from scheduler.gateway.capacity.shared_budgets import SharedBudgets
+from scheduler.gateway.capacity.shared_budgets import BudgetAllotments
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.fleet_member import Member
@@ -40,7 +40,7 @@ from scheduler.gateway.policy.capacity import (
     CapacitySample,
     Demand,
     DropLease,
-    OfferedSlot,
+    LeasableSlot,
     ReleaseLease,
     RenewLease,
     SlotRefusal,
@@ -92,7 +92,7 @@ class Harvest:
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
-        self.budgets = SharedBudgets(state, clock)
+        self.budgets = BudgetAllotments(state, clock)
         self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
         self.unrecorded: set[LeaseId] = set()
@@ -142,7 +142,7 @@ class Harvest:
         sample = CapacitySample(
             demands=demands,
             slots=tuple(
-                OfferedSlot(
+                LeasableSlot(
                     slot=offer.slot,
                     agent=agent,
                     free=offer.state is SlotState.OFFERED
@@ -269,7 +269,7 @@ class Harvest:
                 refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
                 self._refusals.append(refusal)
             case LeaseGranted(slot=slot) if slot != effect.slot:
-                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                _log.warning("agent %s: requested %s, granted %s", effect.agent, effect.slot, slot)
                 self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
             case LeaseGranted() as granted:
                 lease = Lease(

@@ -17,7 +17,7 @@ from scheduler.gateway.policy.budget_ledger import SharedBudget
 _log = logging.getLogger(__name__)
 
 
-class SharedBudgets:
+class BudgetAllotments:
     def __init__(self, state: SchedulerState, clock: Clock) -> None:
         self._state = state
         self._clock = clock

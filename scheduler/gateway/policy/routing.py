@@ -53,7 +53,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.turn_queue import LineKey, QueuedTurn, QueuePriority, TurnQueue
+from scheduler.gateway.policy.turn_queue import LineKey, QueuePriority, TurnQueue, WaitingTurn
 from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
@@ -217,7 +217,7 @@ class RoutingPolicy:
             priority = QueuePriority.RESUMED
         since_s = now if turn.since_s is None else turn.since_s
         near = last if priority is QueuePriority.BEGUN else None
-        self._queue.add(QueuedTurn(turn, priority, since_s, near))
+        self._queue.add(WaitingTurn(turn, priority, since_s, near))
         return QueueTurn(turn=turn.turn)
 
     def _review_deferred(self, now: float) -> tuple[RoutingEffect, ...]:
@@ -290,8 +290,8 @@ class RoutingPolicy:
         newest = target.version
         met = turn.exact in (None, newest) and newest >= (turn.minimum or 0)
         if not met and not self.may_serve(turn):
-            wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
-            return f"version {wanted} is served nowhere; job {turn.job} is at {newest}"
+            required = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
+            return f"version {required} is served nowhere; job {turn.job} is at {newest}"
         labels = {load.offer.numerics for load in self._engines.values()}
         if turn.numerics and turn.numerics not in labels:
             known = " or ".join(repr(each) for each in sorted(labels)) or "none yet"
@@ -327,7 +327,7 @@ class RoutingPolicy:
         self._queue.drop_empty_lines()
         return tuple(placed)
 
-    def _nearer(self, older: QueuedTurn, engine: EngineId, now: float) -> TurnArrived | None:
+    def _nearer(self, older: WaitingTurn, engine: EngineId, now: float) -> TurnArrived | None:
         """The oldest turn of its line whose prefix is on `engine`, while `older` can wait."""
         if now - older.since_s > self._config.patience_s:
             return None

@@ -33,7 +33,7 @@ class QueuePriority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QueuedTurn:
+class WaitingTurn:
     """One arrival of a turn, in its line. The turn's next arrival is a separate object: its
     suspicion and avoided engines may differ."""
 
@@ -48,16 +48,16 @@ class QueuedTurn:
 class _Line:
     """Queued turns that routing treats alike except for their age."""
 
-    waiting: tuple[deque[QueuedTurn], ...] = field(
+    waiting: tuple[deque[WaitingTurn], ...] = field(
         default_factory=lambda: tuple(deque() for _ in QueuePriority)
     )
-    begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
+    begun_on: dict[EngineId, deque[WaitingTurn]] = field(default_factory=dict)
     """Queued turns of priority BEGUN, by the last engine of their trajectory."""
 
 
 class TurnQueue:
     def __init__(self) -> None:
-        self._queued: dict[str, QueuedTurn] = {}
+        self._queued: dict[str, WaitingTurn] = {}
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
         """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
@@ -72,7 +72,7 @@ class TurnQueue:
         """Yields arrivals in their order; the caller may remove an arrival once it was yielded."""
         return (queued.turn for queued in tuple(self._queued.values()))
 
-    def add(self, queued: QueuedTurn) -> None:
+    def add(self, queued: WaitingTurn) -> None:
         """A turn that comes again keeps its place: lines are in the order of their times."""
         self._queued[queued.turn.turn] = queued
         self._enter(queued)
@@ -112,7 +112,7 @@ class TurnQueue:
                 for queued in filter(self._waits, waiting):
                     self._enter(queued)
 
-    def oldest_first(self, priority: QueuePriority) -> Iterator[QueuedTurn]:
+    def oldest_first(self, priority: QueuePriority) -> Iterator[WaitingTurn]:
         """The first turn of each line, the oldest first, and the next of each line of which one is
         removed meanwhile. A turn that stays blocks only its own line."""
         heads = [
@@ -130,7 +130,7 @@ class TurnQueue:
                 heappush(heads, (first.since_s, place, line))
 
     def nearest(
-        self, first: QueuedTurn, engine: EngineId, still: Callable[[TurnArrived], bool]
+        self, first: WaitingTurn, engine: EngineId, still: Callable[[TurnArrived], bool]
     ) -> TurnArrived | None:
         """The oldest turn in the line of `first` whose trajectory was last on the engine, and
         `still` is."""
@@ -150,7 +150,7 @@ class TurnQueue:
         else:
             self._lines.clear()
 
-    def _enter(self, queued: QueuedTurn) -> None:
+    def _enter(self, queued: WaitingTurn) -> None:
         line = self._lines.setdefault(self.line_key(queued.turn), _Line())
         waiting = line.waiting[queued.priority]
         at = bisect_right(waiting, queued.since_s, key=_since)
@@ -165,7 +165,7 @@ class TurnQueue:
                 near.popleft()
             near.append(queued)
 
-    def _first(self, line: _Line, priority: QueuePriority) -> QueuedTurn | None:
+    def _first(self, line: _Line, priority: QueuePriority) -> WaitingTurn | None:
         waiting = line.waiting[priority]
         while waiting and not self._waits(waiting[0]):
             waiting.popleft()
@@ -174,9 +174,9 @@ class TurnQueue:
     def _any_waits(self, line: _Line) -> bool:
         return any(self._first(line, priority) is not None for priority in QueuePriority)
 
-    def _waits(self, queued: QueuedTurn) -> bool:
+    def _waits(self, queued: WaitingTurn) -> bool:
         return self._queued.get(queued.turn.turn) is queued
 
 
-def _since(queued: QueuedTurn) -> float:
+def _since(queued: WaitingTurn) -> float:
     return queued.since_s

@@ -42,7 +42,7 @@ _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
 
 
-class Permits(Protocol):
+class PermitLookup(Protocol):
     def permit(self, job: JobId) -> JobPermit | None: ...
 
 
@@ -60,7 +60,7 @@ ClusterEffect = PlanEffect | JobTerms | Removal
 
 class ClusterPolicy:
     def __init__(
-        self, config: ClusterConfig, permits: Permits, planner: GroupPlanner | None = None
+        self, config: ClusterConfig, permits: PermitLookup, planner: GroupPlanner | None = None
     ) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
@@ -415,11 +415,11 @@ class ClusterPolicy:
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:
                 continue
-            wanted = self.current_terms(placed)
+            target = self.current_terms(placed)
             there = None if permit is None or job in self._removed else permit.terms
-            if wanted is None:
+            if target is None:
                 self._remove(job)
-            elif wanted != there or job in self._arrived:
+            elif target != there or job in self._arrived:
                 rollout, training = self.machines(placed.at)
                 settled = SettleJob(
                     job=placed.job,
@@ -427,7 +427,7 @@ class ClusterPolicy:
                     rollout_nodes=rollout,
                     training_nodes=training,
                 )
-                self._effects += [wanted, settled]
+                self._effects += [target, settled]
         self._touched = set()
 
 

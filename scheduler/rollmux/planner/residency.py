@@ -23,9 +23,9 @@ class Residency:
             del self._bytes[node][job]
             if not self._bytes[node]:
                 del self._bytes[node]
-        if wanted := tuple(dict.fromkeys(nodes)):
-            self._nodes[job] = wanted
-            for node in wanted:
+        if distinct := tuple(dict.fromkeys(nodes)):
+            self._nodes[job] = distinct
+            for node in distinct:
                 self._bytes.setdefault(node, {})[job] = host_bytes
 
     def replace(self, lost: NodeId, fresh: NodeId) -> None:

@@ -46,28 +46,29 @@ exposition facts failed fallback fault field file finish first fleet force forei
 frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head health held history
 hold holders horizon host hour http id identity idle ids impact in index info init intake isolation
 joined journal journalled judge keeper kept kernels key kill kind kit known kubernetes kv kvcached
-label lanes large last latency latest launch law layers layout lazy least leave ledger left lent
-lift limit linear list listener load location lock log logger logprob longest loop lora lost mailbox
-make manifest map mapped match max measured median member memory message met meta metadata method
-metrics middleware miss mode model moment monotonic movable mps mux name narrow needed not object
-objective observed obstacles occupant offer on only openapi operation operator options order other
-outage outcome output over overruns overwrite own owners pace packer page parallel params parent
-part passed paths pause payload peer pending per percentile picked piece plain plan plane planned
-plugin policy pool prefix pressure price printed priority private probe process profile promise
-prompt proof protocol publish pull queue quiesce ran random range rank ray reader reason recall
-reclaim record ref refusal refuse register regroup release reload relocation remembered removal
-render renew repair repeated replay reply report request reserve resident restart result resumed
-retarget retention retry return revocations revoke ring rise role rollout room root rose roster
-route row rules run runner sample scan scenarios scheduled scores seal searched seconds section seen
-segment selection sender sense sensor serve settings settle sglang shadow shape shard share shelf
-short siblings side signal simulate single sizes skipped slowdown socket source sparse spec spent
-spool sqlite squares stage stale stat state status step stock stopped streak stream stretch strict
-struct submission submit successful sum summary switch sync systemd table take target template
-tenant tensor terms test text thread threshold tile time timeline timeouts tinker tls token total
-trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
-unrecorded unsafe unseen unshared unsupported up update upstream usage use value varint verdict view
-virtual vllm wait waker walk warn watch watchdog weight whole widen wire withdraw withdrawn word
-work workload world worst writable write written xor xxh yaml yet zero
+label lanes large last latency latest launch law layers layout lazy leasable least leave ledger left
+lent lift limit linear list listener load location lock log logger logprob longest lookup loop lora
+lost mailbox make manifest map mapped match max measured median member memory message met meta
+metadata method metrics middleware miss mode model moment monotonic movable mps mux name narrow
+needed not object objective observed obstacles occupant offer on only openapi operation operator
+options order other outage outcome output over overruns overwrite own owners pace packer page pair
+parallel params parent part passed paths pause payload peer pending per percentile permissions
+picked piece plain plan plane planned plugin policy pool prefix pressure price printed priority
+private probe process profile progress promise prompt proof protocol publish pull queue quiesce ran
+random range rank ray reader reason recall reclaim record ref refusal refuse register registry
+regroup release reload relocation remembered removal render renew repair repeated replay reply
+report request reserve resident restart result resumed retarget retention retry return revocations
+revoke ring rise risk role rollout room root rose roster route row rules run runner sample scan
+scenarios scheduled scores seal searched seconds section seen segment selection sender sense sensor
+serve settings settle sglang shadow shape shard share shelf short siblings side signal simulate
+single sizes skipped slowdown snapshot socket source sparse spec spent spool sqlite squares stage
+stale stat state status step stock stopped streak stream stretch strict struct submission submit
+successful sum summary switch sync systemd table take target template tenant tensor terms test text
+thread threshold tile time timeline timeouts tinker tls token total trainer transfer transport
+trigger type unanswered undo undone unload unplaced unreachable unrecorded unsafe unseen unshared
+unsupported up update upstream usage use value varint verdict view virtual vllm wait waker walk warn
+watch watchdog weight whole widen wire withdraw withdrawn word work workload world worst writable
+write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
 and the field's terms."""
@@ -218,15 +219,6 @@ def test_a_word_of_one_meaning_in_a_function_or_file_lies_in_a_folder_of_its_row
         if forms[word] & set(words_of(name)) and not path.startswith(folders[word])
     }
     assert found == set(), "the glossary says which folders have names with the word"
-
-
-@pytest.fixture
-def retired_in_prose(repository: Path) -> re.Pattern[str]:
-    page = (repository / PAGE).read_text()
-    paragraph = page[page.index("Nor do `") :].partition("\n\n")[0]
-    words = re.findall("`([a-z]+)`", paragraph)
-    assert len(words) > 10, "the list of words was not found"
-    return re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)
 
 
 def test_no_docstring_has_a_retired_word(

@@ -97,7 +97,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.TokenLogprob,
     rollouts.Span,
     rollouts.VersionRange,
-    rollouts.PublishedVersion,
+    rollouts.AnnouncedVersion,
     rollouts.VersionSwitched,
     engines.EngineReport,
     engines.EngineDescription,
@@ -281,7 +281,7 @@ def test_the_examples_are_accepted(repository: Path) -> None:
     found = dict(re.findall(r"```json ([^\n]+)\n(.*?)```", (repository / PAGE).read_text(), re.S))
 
     assert decode_generate(found.pop("GenerateRequest").encode()).weight_version.exact == 3
-    published = msgspec.json.decode(found.pop("PublishedVersion"), type=rollouts.PublishedVersion)
+    published = msgspec.json.decode(found.pop("AnnouncedVersion"), type=rollouts.AnnouncedVersion)
     assert published.store == "job-a"
     manifest = decoded_manifest(found.pop("index 4").encode(), expected=WeightVersion(4))
     assert manifest.base_version == 3

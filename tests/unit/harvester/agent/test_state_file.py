@@ -107,13 +107,13 @@ def test_a_save_that_fails_leaves_the_one_before(
 
 def test_another_slot_s_state_is_not_believed(file: StateFile) -> None:
     file.save(STATE, now=100.0)
-    with pytest.raises(Corrupt, match="of slot slot0"):
+    with pytest.raises(Corrupt, match="belongs to slot slot0"):
         StateFile(file.path, node="node-0", slot="slot1").load(now=100.0)
 
 
 def test_another_node_s_state_is_the_user_s_mistake(file: StateFile) -> None:
     file.save(STATE, now=100.0)
-    with pytest.raises(ConfigError, match="of node node-0, and this is node node-1"):
+    with pytest.raises(ConfigError, match="belongs to node node-0, this is node node-1"):
         StateFile(file.path, node="node-1", slot="slot0").load(now=100.0)
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.policy.routing_events import TurnArrived
-from scheduler.gateway.policy.turn_queue import QueuedTurn, QueuePriority, TurnQueue
+from scheduler.gateway.policy.turn_queue import QueuePriority, TurnQueue, WaitingTurn
 
 
 def turn(minimum: int) -> TurnArrived:
@@ -28,7 +28,7 @@ def lines(queue: TurnQueue) -> list[list[str]]:
 def test_least_versions_that_the_same_engines_have_are_one_line() -> None:
     queue = TurnQueue()
     for minimum in range(1, 12):
-        queue.add(QueuedTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
+        queue.add(WaitingTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
     queue.tell_apart([WeightVersion(8), WeightVersion(3), WeightVersion(8)])
     assert [len(line) for line in lines(queue)] == [3, 5, 3]
     firsts = [each.turn.turn for each in queue.oldest_first(QueuePriority.FRESH)]
@@ -43,7 +43,7 @@ def test_a_line_keeps_the_order_of_arrival_when_versions_change() -> None:
     queue = TurnQueue()
     queue.tell_apart([WeightVersion(5)])
     for minimum in (9, 2, 7):
-        queue.add(QueuedTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
+        queue.add(WaitingTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
     queue.tell_apart([WeightVersion(9)])
     left = []
     for first in queue.oldest_first(QueuePriority.FRESH):
