@@ -144,7 +144,7 @@ def test_an_adapter_store_takes_no_state_without_an_adapter_and_no_base_without_
     ):
         publisher.publish({"w": torch.ones(4)})
     unknown = Base(store="job-a", version=WeightVersion(8), state_hash="zz")
-    with pytest.raises(ConfigError, match="base state hash 'zz': 32 hex digits"):
+    with pytest.raises(ConfigError, match="base state hash 'zz': use 32 hex digits"):
         Publisher(tmp_path, adapter=Adapter(unknown, CONFIG))
 
 
