@@ -80,9 +80,9 @@ _AGENT = (
 
 _GATEWAY = (
     _gateway("build_info", _GAUGE, "version", "Always 1; the version is a label."),
-    _gateway("turns_held", _GAUGE, "rl_job", "Turns whose pin no engine meets yet."),
+    _gateway("turns_deferred", _GAUGE, "rl_job", "Turns whose pin no engine meets."),
     _gateway("turns_queued", _GAUGE, "rl_job", "Turns waiting for an engine."),
-    _gateway("turns_running", _GAUGE, "engine kind", "Turns on an engine (dedicated, guest)."),
+    _gateway("turns_running", _GAUGE, "engine kind", "Turns on an engine."),
     _gateway("turns_total", _COUNTER, "rl_job outcome", "Turns ended, by outcome."),
     _gateway(
         "interruptions_total",

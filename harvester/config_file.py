@@ -80,7 +80,7 @@ def read_agent_config(
     values = dict(in_file)
     notes = []
     for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and not _is_service_link(name, value):
+        if name.startswith(ENVIRONMENT_PREFIX) and not _is_kubernetes_link(name, value):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             given, was = _parse_variable(name, value), _in(in_file, where)
             _put(values, where, given, origin=name)
@@ -163,7 +163,7 @@ def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> 
     return [*notes, *say(_odd_slos(config))]
 
 
-def _is_service_link(name: str, value: str) -> bool:
+def _is_kubernetes_link(name: str, value: str) -> bool:
     """Whether Kubernetes put it there, for a Service that is named `rosemux-agent` or begins so."""
     return "__" not in name and bool(
         _SERVICE_LINK.search(name) or (name.endswith("_PORT") and _LINKED.match(value))

@@ -25,5 +25,5 @@ def needing(extra: str, *, subject: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         module = str(error.name).partition(".")[0]
-        wanted = f"'rosemux[{extra}]'" if module in _EXTRAS.get(extra, ()) else module
-        raise Unsupported(f"{subject} needs {module}: pip install {wanted}") from error
+        package = f"'rosemux[{extra}]'" if module in _EXTRAS.get(extra, ()) else module
+        raise Unsupported(f"{subject} needs {module}: pip install {package}") from error

@@ -259,8 +259,8 @@ def pull(
             if watch:
                 _follow(follower, every_s=every)
             else:
-                wanted = None if version is None else WeightVersion(version)
-                typer.echo(_summary(follower.pull(wanted)))
+                requested = None if version is None else WeightVersion(version)
+                typer.echo(_summary(follower.pull(requested)))
     finally:
         receiver.close()
 

@@ -78,7 +78,7 @@ class Follower(AbstractContextManager["Follower"]):
             self._pool.shutdown()
             raise
         if (held := self.held) is not None:
-            receiver.holds(held.version, held.state_hash)
+            receiver.adopt(held.version, held.state_hash)
 
     def __exit__(self, *_: object) -> None:
         self.close()

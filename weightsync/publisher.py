@@ -37,8 +37,8 @@ from weightsync.publish.agreement import (
 from weightsync.publish.intake import Intake, PublishedState
 from weightsync.publish.last_published import LastPublished, MappedFile
 from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
-from weightsync.publish.share import Share
-from weightsync.publish.skip_deltas import SkipDeltas
+from weightsync.publish.share import RankShare
+from weightsync.publish.skip_deltas import SkipDeltaWriter
 from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
 
@@ -119,10 +119,10 @@ class Publisher(AbstractContextManager["Publisher"]):
         encoding = _checked_encoding(encoding)
         _check(anchor_every, keep_versions, rank, ranks, rank_timeout_s)
         if not (isinstance(first_version, int) and 1 <= first_version < 10**15):
-            raise ConfigError(f"first_version {first_version!r}: a number from 1")
+            raise ConfigError(f"first_version {first_version!r}: use a number from 1")
         for bound in (threads, in_flight_bytes, shard_bytes, 1 if max_bytes is None else max_bytes):
             if not bound >= 1:
-                raise ConfigError(f"threads and bounds in bytes: numbers from 1, not {bound}")
+                raise ConfigError(f"threads and bounds in bytes: use numbers from 1, not {bound}")
         self._encoding = encoding
         copies = None if copy_dir is None else Path(copy_dir)
         self._store = (
@@ -166,14 +166,14 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._copy = self._opened_copy(copies, rank)
             self._warm_up()
             self._skips = (
-                SkipDeltas(self._store, self._lead, shard_bytes=shard_bytes, spool_dir=copies)
+                SkipDeltaWriter(self._store, self._lead, shard_bytes=shard_bytes, spool_dir=copies)
                 if self._lead and skip_deltas and encoding is Encoding.ROSEMUX
                 else None
             )
             undo.pop_all()
         # Only now, since rank 0 clears an earlier trainer's messages.
         self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
-        self._share = Share(
+        self._share = RankShare(
             self._copy,
             rank=rank,
             encoding=encoding,
@@ -233,7 +233,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         with suppress(TypeError):  # A float is no step.
             step = None if step is None else index(step)
         if step is not None and not (isinstance(step, int) and step >= 0):
-            raise ConfigError(f"step {step!r}: the trainer's step number")
+            raise ConfigError(f"step {step!r}: give the trainer's step number")
         started = self._clock.now()
         self._steps += 1
         try:
@@ -311,7 +311,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             everything = talk.gather(written)
             done = self._lead.commit(order, everything) if self._lead else None
             outcome = talk.tell(done, PublishResult)
-            self._share.hold(order, outcome, written, draft)
+            self._share.advance(order, outcome, written, draft)
         return outcome
 
     def _written(
@@ -393,7 +393,7 @@ def _check(
     if not keep_versions >= 1 or not 0 <= rank < ranks:
         raise ConfigError("keep_versions must be at least 1, rank below ranks")
     if not 0 < rank_timeout_s < math.inf:
-        raise ConfigError(f"rank_timeout_s {rank_timeout_s}: a number of seconds above 0")
+        raise ConfigError(f"rank_timeout_s {rank_timeout_s}: use a number of seconds above 0")
 
 
 def _checked_encoding(given: Encoding | str) -> Encoding:

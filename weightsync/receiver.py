@@ -147,12 +147,12 @@ class Receiver:
         known = self._stamps.get(held)
         with suppress(*_BROKEN):
             found = self._store.manifest(VersionRef(Kind.WEIGHT, held))
-            if found.block is not None:
+            if found.section is not None:
                 return found.state_hash != self._last_hash[1]
             return found.stamp not in {"", known}
         return bool(known)
 
-    def holds(self, version: WeightVersion, state_hash: str) -> None:
+    def adopt(self, version: WeightVersion, state_hash: str) -> None:
         """The holder has this version, which another receiver wrote."""
         self._last_hash = version, state_hash
 
@@ -218,7 +218,7 @@ class Receiver:
             ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
             step = self.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
-            if manifest.block is not None:
+            if manifest.section is not None:
                 # Deltas to a later version tell by themselves: they lead to another state.
                 written, state_hash = self._last_hash
                 is_other = written == version == target and state_hash != manifest.state_hash
@@ -230,7 +230,7 @@ class Receiver:
             return not known or target <= version
         except (Corrupt, Unsupported):
             return True
-        return bool(known) if found.block is not None else found.stamp not in {"", known}
+        return bool(known) if found.section is not None else found.stamp not in {"", known}
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
@@ -269,7 +269,7 @@ class Receiver:
         """The holder's part of the checkpoint that a plan leads to; `held` as in `prepare`."""
         if plan.root is None:
             if held is None or self.is_partial:
-                raise Corrupt(f"no full checkpoint tells what version {plan.target} consists of")
+                raise Corrupt(f"no full checkpoint lists the tensors of version {plan.target}")
             return everything(held, Slicing())
         if self._parts is None or self._parts[0] != plan.root.ref:
             slicing = plan.root.manifest.slicing
@@ -284,10 +284,10 @@ class Receiver:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
         with self._forgetting(plan):
-            is_theirs = any(step.manifest.block is None for step in plan.steps)
+            is_theirs = any(step.manifest.section is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (is_theirs or known is None or known.version != plan.current):
-                raise Stale(f"version {plan.current} is not what was written here: plan again")
+                raise Stale(f"version {plan.current} was not written here: plan again")
             uses = copy is not None and plan.steps[:1] == (copy.step,)
             keeps = self._copies and is_theirs and plan.current is None
             # Memory of a copy would be taken between versions too.
@@ -331,7 +331,7 @@ class Receiver:
         `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's.
         """
         self.wrote_steps(staged)
-        if staged.plan.manifest.block is not None:
+        if staged.plan.manifest.section is not None:
             # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, digests)
 
@@ -406,7 +406,7 @@ class Receiver:
         """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any
         of them may have been damaged in a copy on the way."""
         for step in plan.steps:
-            if step.manifest.block is None:
+            if step.manifest.section is None:
                 self._store.doubt(step.ref, step.manifest)
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.agent.idle_series import Floats, IdleSeries, generated, series_of
-from benchmarks.agent.level_forecasts import LastWindow, LevelForecaster, RecentMean
+from benchmarks.agent.mean_forecasts import LastWindow, MeanForecaster, RecentMean
 from benchmarks.testbed.trace import read_trace
 from harvester.contracts.wire.leases import IdleForecast
 from harvester.policy.idle_forecast import HORIZONS_S, IdleForecaster
@@ -63,9 +63,9 @@ def forecast(
 def judged(series: IdleSeries) -> dict[str, Any]:
     forecasters: dict[str, Forecaster] = {
         _OWN: IdleForecaster(),
-        _EWMA: LevelForecaster(RecentMean),
-        _LAST: LevelForecaster(LastWindow),
-        **{_fixed(m): LevelForecaster(lambda _, m=m: RecentMean(m)) for m in MEMORIES_S},  # type: ignore[misc]
+        _EWMA: MeanForecaster(RecentMean),
+        _LAST: MeanForecaster(LastWindow),
+        **{_fixed(m): MeanForecaster(lambda _, m=m: RecentMean(m)) for m in MEMORIES_S},  # type: ignore[misc]
     }
     return verdict(series, replayed(series.idle, forecasters))
 
@@ -115,7 +115,7 @@ def coverage(quantiles: Floats, outcomes: Floats) -> dict[str, Any]:
 
     Production is wholly idle or wholly busy in many windows, and then the right quantile is that
     very value: what meets a quantile exactly may count to either side, so that each share is a
-    range, and its error the distance of what is wanted from the range.
+    range, and its error the distance of its goal from the range.
     """
     low, high = quantiles[:, 0], quantiles[:, -1]
     below = _range(outcomes < low - _TIE, outcomes <= low + _TIE)
@@ -124,12 +124,12 @@ def coverage(quantiles: Floats, outcomes: Floats) -> dict[str, Any]:
         (outcomes > low + _TIE) & (outcomes < high - _TIE),
         (outcomes >= low - _TIE) & (outcomes <= high + _TIE),
     )
-    wanted = QUANTILES[-1] - QUANTILES[0]
+    goal = QUANTILES[-1] - QUANTILES[0]
     return {
         "within": _rounded(within),
         "below": _rounded(below),
         "above": _rounded(above),
-        "error_points": round(100 * _outside(wanted, within), 2),
+        "error_points": round(100 * _outside(goal, within), 2),
         "tail_error_points": [
             round(100 * _outside(share, tail), 2)
             for share, tail in ((QUANTILES[0], below), (1 - QUANTILES[-1], above))
@@ -223,8 +223,8 @@ def _range(strict: Any, inclusive: Any) -> tuple[float, float]:
     return float(np.mean(strict)), float(np.mean(inclusive))
 
 
-def _outside(wanted: float, found: tuple[float, float]) -> float:
-    return max(0.0, found[0] - wanted, wanted - found[1])
+def _outside(goal: float, found: tuple[float, float]) -> float:
+    return max(0.0, found[0] - goal, goal - found[1])
 
 
 def _rounded(found: tuple[float, float]) -> list[float]:

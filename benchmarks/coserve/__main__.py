@@ -34,6 +34,7 @@ from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.excerpt import Excerpt, mean_rate
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, HardwareKind
 from benchmarks.testbed.held_lease import HeldLease
@@ -52,7 +53,6 @@ from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, SlotPorts, url
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.gateway.capacity.agent_client import AgentClient
@@ -254,13 +254,13 @@ class Bench:
         for name in self.slot.parts.running.keys() & {STOCK}:
             freeze(self.slot.parts.running[name])
         preparation = Preparation(runner, self.log, self.length, self.load)
-        windows = await preparation.run()
+        excerpts = await preparation.run()
         self.load = preparation.load
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-            "rounds": lambda: self._rounds(runner, windows),
-            "reclaim": lambda: self._reclaim(runner, windows),
+            "rounds": lambda: self._rounds(runner, excerpts),
+            "reclaim": lambda: self._reclaim(runner, excerpts),
             "closed_gate": lambda: self._closed_gate(runner),
-            "unseen": lambda: self._unseen(runner, windows[-1]),
+            "unseen": lambda: self._unseen(runner, excerpts[-1]),
         }
         result: dict[str, Any] = {"hardware": self.hardware.kind.value}
         self.kept.keep(result)
@@ -295,9 +295,9 @@ class Bench:
             self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
             await self.slot.agent_answers(self.on_progress)
 
-    async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
+    async def _rounds(self, runner: Runner, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
         self.on_progress(
-            f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(windows):.1f} "
+            f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(excerpts):.1f} "
             f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
             f"{self.load.sizes.output_scale:g} times its output"
         )
@@ -308,7 +308,7 @@ class Bench:
             )
         self.log.begin(Plan(sizes=self.load.sizes, rate=self.load.rate, level=runner.level))
         rounds_s: list[float] = []
-        found = self._figures(runner.level, windows) if self.log.rounds else {}
+        found = self._figures(runner.level, excerpts) if self.log.rounds else {}
         order = interleaved(self.log.settings.arms, self.rounds, first=len(self.log.rounds))
         for turn, arms in groupby(order, key=lambda pair: pair[1]):
             if rounds_s and not self._fits(f"round {turn + 1}", max(rounds_s)):
@@ -316,7 +316,7 @@ class Bench:
             began_s, slices = self.clock.now(), list[ArmSlice]()
             self.requests.clear()
             for arm, _ in arms:
-                done = await runner.run(arm, turn, windows[turn])
+                done = await runner.run(arm, turn, excerpts[turn])
                 slices.append(done)
                 self.on_progress(
                     f"round {turn + 1} {arm}: production on its core "
@@ -326,40 +326,40 @@ class Bench:
                 )
             rounds_s.append(self.clock.now() - began_s)
             self.log.add(slices, self.requests)
-            found = self._figures(runner.level, windows)
+            found = self._figures(runner.level, excerpts)
             self.kept.keep(found)
         # Other parts are measured under rules of their own.
         await runner.instruct(SETTINGS[Arm.ROSEMUX])
         return found
 
-    def _figures(self, level: ServiceLevel, windows: tuple[Window, ...]) -> dict[str, Any]:
+    def _figures(self, level: ServiceLevel, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
         facts = Facts(
             trace=self.load.trace.name,
-            requests_per_s=mean_rate(windows[: len(self.log.rounds)]),
+            requests_per_s=mean_rate(excerpts[: len(self.log.rounds)]),
             level=level,
             arms=self.log.settings.arms,
         )
         pieces = [msgspec.to_builtins(piece) for piece in self.log.pieces]
         return figures(self.log.requests, self.log.slices, facts) | {"pieces": pieces}
 
-    async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
+    async def _reclaim(self, runner: Runner, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
         self.on_progress("the grant closed under load")
         reclaim = await closings(
             runner,
-            windows[-1],
+            excerpts[-1],
             self._grant,
             self._guest.read_left,
             seconds=self.length.closings_s,
         )
         self.on_progress("KV back, a sleeping guest to its first token, a surge")
-        arrivals = tuple(a for window in windows for a in window.arrivals)
+        arrivals = tuple(a for excerpt in excerpts for a in excerpt.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
         reclaim |= await shrinks.run(self.length.shrinks, arrivals)
         activations = await Activations(runner, self.session).run(self.length.activations)
         return {
             "reclaim": reclaim,
             "activation": {"cold_s": self.cold_s} | activations,
-            "surge": await surges(runner, self.length.surges, arrivals, rate=mean_rate(windows)),
+            "surge": await surges(runner, self.length.surges, arrivals, rate=mean_rate(excerpts)),
         }
 
     async def _closed_gate(self, runner: Runner) -> dict[str, Any]:
@@ -368,12 +368,12 @@ class Bench:
         self.on_progress(f"{found}")
         return found
 
-    async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
+    async def _unseen(self, runner: Runner, excerpt: Excerpt) -> dict[str, Any]:
         pages = LeftPages(self._pulse.read_left, self._guest.read_left)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-            "long_prompt": lambda: long_prompts(runner, self.length.long_prompts, window),
-            "full_kv": lambda: full_kv(runner, self.length.full_kv, window),
-            "restart": lambda: restart(runner, window, pages),
+            "long_prompt": lambda: long_prompts(runner, self.length.long_prompts, excerpt),
+            "full_kv": lambda: full_kv(runner, self.length.full_kv, excerpt),
+            "restart": lambda: restart(runner, excerpt, pages),
         }
         found: dict[str, Any] = {}
         for name, measure in parts.items():

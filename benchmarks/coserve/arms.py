@@ -69,13 +69,13 @@ ESSENTIAL = (Arm.STOCK, Arm.ALONE, Arm.AWAKE, Arm.ROLLOUTS, Arm.ROSEMUX)
 """The arms that the goals need."""
 
 
-def arms_on(hardware: Hardware, wanted: Sequence[Arm]) -> tuple[Arm, ...]:
-    """The wanted arms that exist on the hardware, in the order of `Arm`.
+def arms_on(hardware: Hardware, requested: Sequence[Arm]) -> tuple[Arm, ...]:
+    """The requested arms that exist on the hardware, in the order of `Arm`.
 
     On a GPU a third engine has no memory, and no process of the host keeps a GPU awake.
     """
     absent = () if hardware.shares_core else (Arm.STOCK, Arm.AWAKE)
-    return tuple(arm for arm in Arm if arm in wanted and arm not in absent)
+    return tuple(arm for arm in Arm if arm in requested and arm not in absent)
 
 
 def baseline(arms: Sequence[Arm]) -> Arm:

@@ -58,9 +58,9 @@ def blocking_histogram(
 
 def percentile_of(histogram: dict[int, int], percent: float) -> int | None:
     """Least number that at least `percent` of the requests do not exceed; None without any."""
-    wanted, seen = sum(histogram.values()) * percent / 100.0, 0
+    target, seen = sum(histogram.values()) * percent / 100.0, 0
     for number, count in sorted(histogram.items()):
         seen += count
-        if seen >= wanted:
+        if seen >= target:
             return number
     return None

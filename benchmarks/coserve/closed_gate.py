@@ -28,7 +28,7 @@ _BEFORE_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ClosedWindow:
     seconds: float
     core_s: dict[str, float]
     """Core seconds by the names of process and thread."""
@@ -52,11 +52,11 @@ async def closed_gate(
     return found
 
 
-async def closed_windows(slot: ServingSlot, clock: Clock, *, count: int) -> list[Window]:
+async def closed_windows(slot: ServingSlot, clock: Clock, *, count: int) -> list[ClosedWindow]:
     """The caller keeps rollouts running."""
     slot.isolate(NO_ISOLATION)
     switch = slot.pages.path.parent / "kill"
-    windows: list[Window] = []
+    windows: list[ClosedWindow] = []
     for _ in range(count):
         switch.write_text("hold")
         try:
@@ -65,14 +65,14 @@ async def closed_windows(slot: ServingSlot, clock: Clock, *, count: int) -> list
             start_s, before = clock.now(), account(guest)
             await asyncio.sleep(_WINDOW_S)
             after = account(guest)
-            windows.append(Window(clock.now() - start_s, used(before, after)))
+            windows.append(ClosedWindow(clock.now() - start_s, used(before, after)))
         finally:
             switch.unlink()
         await asyncio.sleep(_OPEN_S)
     return windows
 
 
-def share_figures(windows: list[Window]) -> dict[str, Any]:
+def share_figures(windows: list[ClosedWindow]) -> dict[str, Any]:
     """The share of all windows together, each window's, and where it went."""
     seconds = sum(window.seconds for window in windows)
     shares = [window.share for window in windows]

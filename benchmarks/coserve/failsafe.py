@@ -24,8 +24,8 @@ from harvester.contracts.page import Guest
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 _TRIES = 2
-"""Most tries for each wanted trial."""
-_TOLD_EVERY = 5
+"""Most tries for each required trial."""
+_REPORT_EVERY = 5
 _STEPPING_S = 1.5
 """Seconds of rollouts before the agent is lost."""
 
@@ -41,9 +41,9 @@ class FailsafeTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class TrialLog:
-    """`wanted` of each signal; those in `file` count. Without one, of this run alone."""
+    """`required` of each signal; those in `file` count. Without one, of this run alone."""
 
-    wanted: int
+    required: int
     file: Path | None = None
     trials: list[FailsafeTrial] = field(default_factory=list)
 
@@ -67,8 +67,8 @@ class TrialLog:
         open_ones = [
             (len(self.measured(number)), number)
             for number in SIGNALS
-            if len(self.measured(number)) < self.wanted
-            and sum(trial.signal == number.name for trial in self.trials) < _TRIES * self.wanted
+            if len(self.measured(number)) < self.required
+            and sum(trial.signal == number.name for trial in self.trials) < _TRIES * self.required
         ]
         return min(open_ones, key=lambda one: one[0])[1] if open_ones else None
 
@@ -108,7 +108,7 @@ class FailSafe:
             log.add(FailsafeTrial(signal=number.name, ms=await self._trial(number)))
             self.kept(log.figures())
             made = len(log.trials) - before
-            if made % _TOLD_EVERY == 0:
+            if made % _REPORT_EVERY == 0:
                 each_s = (self.clock.now() - start_s) / made
                 self.on_progress(f"{log.figures()}, {each_s:.1f} s each")
         return log.figures()

@@ -9,10 +9,10 @@ from benchmarks.coserve.round_log import RoundLog
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import RunLength
 from benchmarks.testbed.calibration import MeasuredReplay
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel, choose_slo
-from benchmarks.testbed.window import Window
 from harvester.contracts.errors import ConfigError
 from harvester.policy.settings import SlotSettings
 
@@ -28,8 +28,8 @@ class Preparation:
     load: Load
     """The load of the rounds, once they are prepared; the one to begin with before that."""
 
-    async def run(self) -> tuple[Window, ...]:
-        """The windows of the rounds, once both engines have learned their steps.
+    async def run(self) -> tuple[Excerpt, ...]:
+        """The excerpts of the rounds, once both engines have learned their steps.
 
         Load and SLO are fixed here, and by the first of several pieces for all of them.
         """
@@ -37,7 +37,7 @@ class Preparation:
         plan = self.log.plan
         if plan is not None:
             self.load = replace(self.load, sizes=plan.sizes, rate=plan.rate)
-        await self._learned(self.load.windows(preparation_s, count=1)[0].evenly())
+        await self._learned(self.load.excerpts(preparation_s, count=1)[0].evenly())
         if plan is None:
             self._aim(())
         await runner.instruct(SETTINGS[Arm.ROSEMUX])
@@ -45,53 +45,53 @@ class Preparation:
             await asyncio.sleep(preparation_s)
         await runner.quiet()
         if plan is None:
-            self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0]),))
+            self._aim((await self._replayed(self.load.excerpts(preparation_s, count=1)[0]),))
             # The SLO is of the load of the rounds.
-            await self._replayed(self.load.windows(2 * preparation_s, count=1)[0])
+            await self._replayed(self.load.excerpts(2 * preparation_s, count=1)[0])
         else:
             runner.level = plan.level
         if self.log.settings.slo_ms is not None:
             ttft_ms, itl_ms = self.log.settings.slo_ms
             runner.level = ServiceLevel(ttft_s=ttft_ms * 1e-3, itl_s=itl_ms * 1e-3)
-        windows = self.load.windows(self.length.slice_s, count=self.log.settings.rounds)
+        excerpts = self.load.excerpts(self.length.slice_s, count=self.log.settings.rounds)
         if runner.slot.ports.stock is not None:
-            await self._warm_up_stock(windows[0])
-        return windows
+            await self._warm_up_stock(excerpts[0])
+        return excerpts
 
-    async def _learned(self, window: Window) -> None:
-        """Replays the window until production's step times are known: a slow engine's first
+    async def _learned(self, excerpt: Excerpt) -> None:
+        """Replays the excerpt until production's step times are known: a slow engine's first
         requests wait for each other, and show few of them. Raises ConfigError."""
         least = SlotSettings().model_samples_min
         for _ in range(_LEARNING_REPLAYS_MAX):
-            await self._replayed(window)
+            await self._replayed(excerpt)
             if self.runner.pulse().model_samples >= least:
                 return
         learned = self.runner.pulse().model_samples
         raise ConfigError(f"{_LEARNING_REPLAYS_MAX} replays taught {learned} of {least} steps")
 
-    async def _warm_up_stock(self, window: Window) -> None:
+    async def _warm_up_stock(self, excerpt: Excerpt) -> None:
         """An engine's first requests are no measurement."""
         runner = self.runner
         client, _ = runner.served(Arm.STOCK)
         runner.slot.show_stock(alone=True)
         start_s = runner.clock.now()
         await replace(client, record=lambda _: None).replay(
-            window.arrivals, arm=Arm.STOCK, block=-1, start_s=start_s
+            excerpt.arrivals, arm=Arm.STOCK, block=-1, start_s=start_s
         )
         runner.slot.show_stock(alone=False)
 
-    async def _replayed(self, window: Window) -> MeasuredReplay:
+    async def _replayed(self, excerpt: Excerpt) -> MeasuredReplay:
         runner = self.runner
         seen: list[ProductionRequest] = []
         start_s, busy_s = runner.clock.now(), runner.pulse().busy_s_total
         await replace(runner.client, record=seen.append).replay(
-            window.arrivals, arm=Arm.ALONE, block=-1, start_s=start_s
+            excerpt.arrivals, arm=Arm.ALONE, block=-1, start_s=start_s
         )
-        await asyncio.sleep(max(0.0, start_s + window.duration_s - runner.clock.now()) + _PULSE_S)
+        await asyncio.sleep(max(0.0, start_s + excerpt.duration_s - runner.clock.now()) + _PULSE_S)
         seconds = runner.clock.now() - start_s
         runner.level = choose_slo(seen).level
         busy_s = runner.pulse().busy_s_total - busy_s
-        return MeasuredReplay(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
+        return MeasuredReplay(arrivals=excerpt.arrivals, seconds=seconds, busy_s=busy_s)
 
     def _aim(self, replays: tuple[MeasuredReplay, ...]) -> None:
         aim = Aim(

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.slot import AGENT, ServingSlot
-from benchmarks.testbed.window import Window
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, Guest, PageReader, Reading
@@ -40,7 +40,7 @@ class Yielded:
 
 async def closings(
     runner: Runner,
-    window: Window,
+    excerpt: Excerpt,
     grant: PageReader[Grant],
     guest: Callable[[], Reading[Guest]],
     *,
@@ -54,7 +54,7 @@ async def closings(
         start_s = runner.clock.now()
         replay = asyncio.ensure_future(
             runner.client.replay(
-                window.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
+                excerpt.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
             )
         )
         found = await watch_closings(grant, guest, seconds=seconds, clock=runner.clock)

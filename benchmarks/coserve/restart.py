@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slot import PRODUCTION
-from benchmarks.testbed.window import Window
 from coserve.vllm.pulse_reporter import PULSE_TTL_NS
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -21,7 +21,7 @@ from harvester.contracts.page import Guest, Pulse, Reading
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.005
-_TOLD_NS = 200_000_000
+_REPORTED_NS = 200_000_000
 """A step that was launched in time stands in the guest's page by then."""
 _RESUMES_S = 150.0
 """Production's step times are learnt anew first, from some hundred steps, and then comes quiet."""
@@ -52,7 +52,7 @@ class OutageSteps:
         self.steps_launched = guest.steps_launched
         if guest.last_step_end_ns > self.last_pulse_ns:
             self.last_step_end_ns = max(self.last_step_end_ns, guest.last_step_end_ns)
-        if now_ns <= self.last_pulse_ns + PULSE_TTL_NS + _TOLD_NS:
+        if now_ns <= self.last_pulse_ns + PULSE_TTL_NS + _REPORTED_NS:
             return
         if self.steps is None:
             self.steps = guest.steps_launched
@@ -66,7 +66,7 @@ class OutageSteps:
         }
 
 
-async def restart(runner: Runner, window: Window, pages: LeftPages) -> dict[str, Any]:
+async def restart(runner: Runner, excerpt: Excerpt, pages: LeftPages) -> dict[str, Any]:
     """Raises ConfigError where the guest does not step again."""
     requests: list[ProductionRequest] = []
     async with runner.arranged(SETTINGS[Arm.ROSEMUX]):
@@ -81,7 +81,7 @@ async def restart(runner: Runner, window: Window, pages: LeftPages) -> dict[str,
                 watch.saw(guest, now_ns=monotonic_ns())
             await asyncio.sleep(_LOOK_S)
         await up
-        resumed_s = await _resumed(runner, pages, watch.steps_launched, window, requests)
+        resumed_s = await _resumed(runner, pages, watch.steps_launched, excerpt, requests)
     return watch.figures() | {
         "requests": len(requests),
         "failed": sum(request.failed for request in requests),
@@ -101,14 +101,14 @@ async def _resumed(
     runner: Runner,
     pages: LeftPages,
     steps_launched: int,
-    window: Window,
+    excerpt: Excerpt,
     requests: list[ProductionRequest],
 ) -> float:
     """Seconds from production's first answer to the guest's next step."""
     start_s = runner.clock.now()
     stopped = asyncio.Event()
     client = replace(runner.client, record=requests.append)
-    load = window.evenly().endless()
+    load = excerpt.evenly().endless()
     replay = asyncio.ensure_future(
         client.replay(load, arm="restart", block=0, start_s=start_s, stopped=stopped)
     )

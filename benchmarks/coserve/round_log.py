@@ -14,10 +14,10 @@ import msgspec
 from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.rounds import ArmSlice
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.origin import Origin
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
-from benchmarks.testbed.window import TokenScale
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
 

@@ -13,6 +13,7 @@ from benchmarks.coserve.blocking import StepWatch, blocking_histogram
 from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.spinner import awake
 from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.machine_speed import loop_s, slowness
 from benchmarks.testbed.production import ProductionClient
@@ -20,7 +21,6 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import GUEST, PRODUCTION, STOCK, ServingSlot, url
-from benchmarks.testbed.window import Window
 from coserve.guest.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
@@ -89,7 +89,7 @@ class Runner:
     """Production's SLO as of now."""
     requests: list[ProductionRequest]
 
-    async def run(self, arm: Arm, number: int, window: Window) -> ArmSlice:
+    async def run(self, arm: Arm, number: int, excerpt: Excerpt) -> ArmSlice:
         setting = IN_ROUNDS[arm]
         before = await self._loops_s()
         async with AsyncExitStack() as around:
@@ -102,7 +102,7 @@ class Runner:
                 self.slot.show_stock(alone=True)
                 around.callback(self.slot.show_stock, alone=False)
             await asyncio.sleep(_SETTLE_S)
-            done = await self._measured(arm, number, window)
+            done = await self._measured(arm, number, excerpt)
         return msgspec.structs.replace(done, loops_s=(*before, *await self._loops_s()))
 
     async def _loops_s(self) -> tuple[float, ...]:
@@ -155,14 +155,14 @@ class Runner:
             steps = guest.steps_finished
             await asyncio.sleep(_POLL_S)
 
-    async def _measured(self, arm: Arm, number: int, window: Window) -> ArmSlice:
+    async def _measured(self, arm: Arm, number: int, excerpt: Excerpt) -> ArmSlice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
         client, production = self.served(arm)
         seen: list[ProductionRequest] = []
         trees = [self.slot.parts.running[name].tree() for name in (production, GUEST)]
         ran = [account(tree) for tree in trees]
         stopped = asyncio.Event()
-        arrivals = window.arrivals if IN_ROUNDS[arm].production else ()
+        arrivals = excerpt.arrivals if IN_ROUNDS[arm].production else ()
         steps = StepWatch(self.guest)
         watching = asyncio.ensure_future(steps.run())
         replay = asyncio.ensure_future(
@@ -171,7 +171,7 @@ class Runner:
             )
         )
         try:
-            await asyncio.sleep(start_s + window.duration_s - self.clock.now())
+            await asyncio.sleep(start_s + excerpt.duration_s - self.clock.now())
             end_s, after = self.clock.now(), self.guest()
             busy_s = self.pulse().busy_s_total - busy_s
             production_s, guest_s = (

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.trace import Arrival
-from benchmarks.testbed.window import Window
 
 LONG_PROMPT_TOKENS = 16_384
 CONTEXT_TOKENS = LONG_PROMPT_TOKENS + 128
@@ -34,17 +34,17 @@ _INDEX = 1 << 40
 """First index of requests outside every trace."""
 
 
-def long_prompt(window: Window) -> list[Arrival]:
+def long_prompt(excerpt: Excerpt) -> list[Arrival]:
     long = Arrival(
         index=_INDEX,
         t_s=_LONG_AT_S,
         input_tokens=LONG_PROMPT_TOKENS,
         output_tokens=_LONG_OUTPUT_TOKENS,
     )
-    return _amid(window, [long])
+    return _amid(excerpt, [long])
 
 
-def crowd(window: Window) -> list[Arrival]:
+def crowd(excerpt: Excerpt) -> list[Arrival]:
     """Requests that together ask for all of production's KV and a little more."""
     crowded = [
         Arrival(
@@ -55,26 +55,26 @@ def crowd(window: Window) -> list[Arrival]:
         )
         for position in range(_CROWD)
     ]
-    return _amid(window, crowded)
+    return _amid(excerpt, crowded)
 
 
-def _amid(window: Window, unseen: list[Arrival]) -> list[Arrival]:
-    load = [*window.evenly().until(_USUAL_S), *unseen]
+def _amid(excerpt: Excerpt, unseen: list[Arrival]) -> list[Arrival]:
+    load = [*excerpt.evenly().until(_USUAL_S), *unseen]
     return sorted(load, key=lambda arrival: arrival.t_s)
 
 
-async def long_prompts(runner: Runner, trials: int, window: Window) -> dict[str, Any]:
+async def long_prompts(runner: Runner, trials: int, excerpt: Excerpt) -> dict[str, Any]:
     """The ratios are those of the requests around it, and its own."""
     load = SideBySide(runner, trials, patience_s=_PATIENCE_S, warmed_up=True)
-    seen = await load.run("long_prompt", long_prompt(window))
+    seen = await load.run("long_prompt", long_prompt(excerpt))
     own = compared(seen, lambda request: request.trace_index >= _INDEX)
     found = compared(seen, lambda request: request.trace_index < _INDEX)
     return found | {"prompt_tokens": LONG_PROMPT_TOKENS, "own_ttft_ratio": own["ttft_p50_ratio"]}
 
 
-async def full_kv(runner: Runner, trials: int, window: Window) -> dict[str, Any]:
+async def full_kv(runner: Runner, trials: int, excerpt: Excerpt) -> dict[str, Any]:
     load = SideBySide(runner, trials, patience_s=_PATIENCE_S)
-    seen = await load.run("full_kv", crowd(window))
+    seen = await load.run("full_kv", crowd(excerpt))
     return compared(seen) | {
         "kv_usage_ratio": load.kv_usage_ratio,
         "filled": load.kv_usage_ratio >= _FULL_RATIO,

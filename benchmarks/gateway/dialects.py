@@ -81,8 +81,8 @@ def _finish(place: int, tokens: int) -> str | None:
 
 
 def _logprob(token: int) -> dict[str, Any]:
-    told = {"token_id": token, "logprob": -0.125 * token, "rank": 1}
-    return told | {"top_logprobs": [told]}
+    score = {"token_id": token, "logprob": -0.125 * token, "rank": 1}
+    return score | {"top_logprobs": [score]}
 
 
 def _engine_choice(tokens: range, finish: str | None) -> dict[str, Any]:

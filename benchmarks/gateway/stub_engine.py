@@ -108,8 +108,8 @@ def _derendered(body: bytes) -> bytes:
             "logprobs": None,
             "finish_reason": choice["finish_reason"],
         }
-        for told in replies
-        for choice in told["choices"]
+        for event in replies
+        for choice in event["choices"]
     ]
     return _encode({"chunk": reply, "stream_state": {}} if given.stream else reply)
 

@@ -51,9 +51,9 @@ def measured(kind: str, *, tiny: bool, put: Put) -> None:
         return steps[rows]
 
     for batch in batches:
-        wanted = [rows for rows in sizes if batch < rows <= min(batch + RIDERS_MAX, rows_max)]
-        if wanted:
-            arms = {rows: step(rows) for rows in (batch, *wanted)} | {_AGAIN: step(batch)}
+        chosen = [rows for rows in sizes if batch < rows <= min(batch + RIDERS_MAX, rows_max)]
+        if chosen:
+            arms = {rows: step(rows) for rows in (batch, *chosen)} | {_AGAIN: step(batch)}
             put(f"batch_{batch}", rider_figures(batch, _step_times(device, arms)))
 
 

@@ -64,16 +64,16 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         for _ in range(int(REQUESTS_PER_S * _BEAT_S + rng.random())):
             latency_s = stall_s + load * ttft(rng)
             coming.append((now + latency_s, latency_s))
-        told = tuple(latency_s for end_s, latency_s in coming if end_s <= now)
+        reported = tuple(latency_s for end_s, latency_s in coming if end_s <= now)
         coming = [each for each in coming if each[0] > now]
         itl = service.itl_beside if harmed else service.itl_alone
         tokens_s = () if stall_s else tuple(load * itl(rng) for _ in range(_TOKENS_SEEN))
-        itl_told = Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0)
+        itl_reported = Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0)
         production = ProductionView(
             condition=None,
-            ttft=Latencies(seen_s=told, total=len(told)),
-            itl=itl_told,
-            itl_late=itl_told.above(settings.itl_slo_s),
+            ttft=Latencies(seen_s=reported, total=len(reported)),
+            itl=itl_reported,
+            itl_late=itl_reported.above(settings.itl_slo_s),
             decoded=_DECODING,
         )
         beside_step = partial(le, now - stepped_at_s)

@@ -50,8 +50,8 @@ def wrong_parts(
     may_call = request.body.get("tool_choice") in ("auto", "required")
     fits = [parted(each, may_call=may_call) for each in texts_of(sampling, ids, ends, text)]
     if not any(_equal(reply, each, stream=bool(request.events)) for each in fits):
-        said = (reply.reasoning, reply.text, list(reply.calls.values()))
-        return f"{said} are the parts of {fits[0]}"
+        parts = (reply.reasoning, reply.text, list(reply.calls.values()))
+        return f"{parts} are the parts of {fits[0]}"
     if reply.calls_at_end != bool(reply.calls) and reply.finish_reasons[-1:] == ["stop"]:
         return f"ended with calls: {reply.calls_at_end}, of {len(reply.calls)}"
     return ""
@@ -73,14 +73,14 @@ def parted(text: str, *, may_call: bool) -> ChatParts:
 
 def _equal(reply: Reply, parts: ChatParts, *, stream: bool) -> bool:
     contents, calls = [parts.content], parts.calls
-    said = [reply.calls[place] for place in sorted(reply.calls)]
+    calls_made = [reply.calls[place] for place in sorted(reply.calls)]
     if stream and parts.rest is not None:
         # A stream has sent a part of the call; a whole reply takes the text for none.
         contents = [parts.content[: parts.content.find(_CALL)]]
         _, _, begun = parts.rest.partition(_ARGUMENTS)
         # vLLM ends a call without arguments with empty ones.
-        if len(said) > len(calls) and (begun or "{}").startswith(said[len(calls)][1]):
-            del said[len(calls)]
+        if len(calls_made) > len(calls) and (begun or "{}").startswith(calls_made[len(calls)][1]):
+            del calls_made[len(calls)]
     elif parts.rest is not None:
         calls = ()
     elif stream and not calls:
@@ -90,7 +90,7 @@ def _equal(reply: Reply, parts: ChatParts, *, stream: bool) -> bool:
     return (
         _shown(reply.reasoning) == _shown(parts.reasoning)
         and _shown(reply.text) in map(_shown, contents)
-        and _parsed(said) == list(calls)
+        and _parsed(calls_made) == list(calls)
     )
 
 

@@ -167,9 +167,9 @@ class Deployment:
         version = max(self.states, default=0) + 1
         await asyncio.to_thread(publisher.publish, dict(state))
         self.states[version] = state
-        told = self.announced[version] = Announcement(self.clock.now())
+        announcement = self.announced[version] = Announcement(self.clock.now())
         await self.post(f"/v1/jobs/{JOB}/versions", {"version": version, "store": STORE})
-        self.announced[version] = replace(told, answered_s=self.clock.now())
+        self.announced[version] = replace(announcement, answered_s=self.clock.now())
         return version
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:

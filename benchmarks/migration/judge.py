@@ -295,8 +295,8 @@ class _TurnJudge:
         for attempt in self.attempts:
             goes_on = self._offset(attempt) > 0
             for name in wrong_attempt_settings(last, self.index, attempt, goes_on=goes_on):
-                told = f"attempt {attempt.number} has {name} {attempt.sampling.get(name)!r}"
-                self._note("broken_setting", told)
+                note = f"attempt {attempt.number} has {name} {attempt.sampling.get(name)!r}"
+                self._note("broken_setting", note)
 
     def _resampled(self, before: AttemptRecord, offset: int) -> None:
         start = self._offset(before)
@@ -330,9 +330,9 @@ class _TurnJudge:
             if not untold and breaks_pin(last.pin, span["version"], newest=newest):
                 self._note("pin_broken", f"{span} for {last.pin}, {newest} was the newest")
         engines = [each.engine for _, each in sorted(self._made().items())]
-        wanted = last.body.get("equal_numerics", False)
-        if others := other_numerics(wanted, engines, self.evidence.numerics):
-            self._note("pin_broken", f"numerics {others} for {wanted}: {engines[:1]}")
+        required = last.body.get("equal_numerics", False)
+        if others := other_numerics(required, engines, self.evidence.numerics):
+            self._note("pin_broken", f"numerics {others} for {required}: {engines[:1]}")
 
     def _made(self) -> dict[int, AttemptRecord]:
         """The attempt that made each token."""
@@ -346,7 +346,7 @@ class _TurnJudge:
         if span["version"] == UNTOLD:
             self.verdict.unknown_weights_spans += 1
             return
-        wanted, made = self.evidence.hashes.get(span["version"]), self._made()
+        published, made = self.evidence.hashes.get(span["version"]), self._made()
         makers = {
             made[at].number: made[at] for at in range(span["start"], span["end"]) if at in made
         }
@@ -355,13 +355,13 @@ class _TurnJudge:
                 self._note("wrong_span", f"{span} was made by {attempt.engine}")
                 return
             held = self.hashes.get(attempt.identity)
-            if wanted is None:
+            if published is None:
                 self._note("wrong_span", f"{span} is of a version that the store has not")
                 return
             if held is None:
                 self.verdict.unknown_weights_spans += 1
                 return
-            if held != {wanted}:
+            if held != {published}:
                 self._note("wrong_span", f"{span}: its workers held {sorted(held)}")
                 return
         self.verdict.judged_spans += 1
@@ -372,8 +372,10 @@ class _TurnJudge:
         if not reply.spans or any(span["version"] == UNTOLD for span in reply.spans):
             return
         if len({len(truths), len(reply.logprobs), len(reply.token_ids)}) > 1:
-            told = f"{len(reply.logprobs)} log-probabilities and {len(truths)} that the store gives"
-            self._note("wrong_span", f"{told} for {len(reply.token_ids)} tokens")
+            found = (
+                f"{len(reply.logprobs)} log-probabilities and {len(truths)} that the store gives"
+            )
+            self._note("wrong_span", f"{found} for {len(reply.token_ids)} tokens")
             return
         sampling = last.body["sampling_params"]
         forced = forced_places(sampling, reply.token_ids, self.evidence.forced_end)

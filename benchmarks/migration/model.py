@@ -37,9 +37,9 @@ def chat_text(
 ) -> str:
     """The template's text of a chat; `tools` are names."""
     offered = "".join(f" {name}" for name in tools)
-    said = "".join(f"<bos>{one['role']}: {one['content']}\n" for one in messages)
+    text = "".join(f"<bos>{one['role']}: {one['content']}\n" for one in messages)
     opened = "<think>" if thinks else ""
-    return (f"<bos>tools:{offered}\n" if offered else "") + f"{said}assistant:{opened}"
+    return (f"<bos>tools:{offered}\n" if offered else "") + f"{text}assistant:{opened}"
 
 
 def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, seed: int) -> None:

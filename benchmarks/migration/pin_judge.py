@@ -84,12 +84,12 @@ def known_since(
 
 
 def other_numerics(
-    wanted: bool | str, engines: Iterable[str], labels: Mapping[str, str]
+    required: bool | str, engines: Iterable[str], labels: Mapping[str, str]
 ) -> list[str]:
     """Labels that the engines of a turn's tokens had beside the one that they may have: that of the
     first, or the one that is asked for."""
     found = list(dict.fromkeys(labels.get(engine, "") for engine in engines))
-    if not wanted or not found:
+    if not required or not found:
         return []
-    own = wanted if isinstance(wanted, str) else found[0]
+    own = required if isinstance(required, str) else found[0]
     return [each for each in found if each != own]

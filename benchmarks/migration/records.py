@@ -71,8 +71,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         if self.status != 200:
             return self.status
         last = self.events[-2:-1]
-        told = msgspec.json.decode(last[0]) if last else {}
-        return int(told["error"]["code"]) if "error" in told else 0
+        reply = msgspec.json.decode(last[0]) if last else {}
+        return int(reply["error"]["code"]) if "error" in reply else 0
 
     @property
     def tinker_error(self) -> dict[str, Any]:

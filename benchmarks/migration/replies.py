@@ -49,21 +49,21 @@ class Reply(msgspec.Struct, kw_only=True):
             content = logprobs.get("content") or []
             self.logprobs += [one["logprob"] for one in content]
             self._compare(ids, [one["token_id"] for one in content if "token_id" in one])
-        said = choice.get("message") or choice.get("delta") or choice
-        if (text := said.get("content", said.get("text"))) is not None:
+        message = choice.get("message") or choice.get("delta") or choice
+        if (text := message.get("content", message.get("text"))) is not None:
             self.text = (self.text or "") + text
-        if (thought := said.get("reasoning")) is not None:
+        if (thought := message.get("reasoning")) is not None:
             self.reasoning = (self.reasoning or "") + thought
-        for place, call in enumerate(said.get("tool_calls") or ()):
+        for place, call in enumerate(message.get("tool_calls") or ()):
             made = self.calls.setdefault(call.get("index", place), ["", ""])
             made[0] += call["function"].get("name") or ""
             made[1] += call["function"].get("arguments") or ""
         if choice.get("finish_reason"):
             self._end(choice["finish_reason"], choice.get("spans"), choice.get("fault"))
 
-    def replace(self, told: Mapping[str, Any]) -> None:
+    def replace(self, reply: Mapping[str, Any]) -> None:
         """Takes SGLang's form: each event has the whole choice so far."""
-        meta, ids = told["meta_info"], told["output_ids"]
+        meta, ids = reply["meta_info"], reply["output_ids"]
         scored = meta.get("output_token_logprobs") or []
         before = self.token_ids
         if ids[: len(before)] != before:
@@ -72,7 +72,7 @@ class Reply(msgspec.Struct, kw_only=True):
             self.contradiction = f"{meta['completion_tokens']} tokens, of which {len(ids)} came"
         self.token_ids, self.logprobs = ids, [logprob for logprob, *_ in scored]
         self._compare(ids, [token_id for _, token_id, *_ in scored])
-        self.text = told["text"]
+        self.text = reply["text"]
         if (reason := meta["finish_reason"]) is not None:
             self._end(reason["type"], meta.get("spans"), reason.get("message"))
 
@@ -101,14 +101,14 @@ def replies(record: RequestRecord) -> dict[int, Reply]:
         if text == "[DONE]":
             done = True
             continue
-        told = msgspec.json.decode(text)
-        if isinstance(told, dict) and "error" in told:
+        reply = msgspec.json.decode(text)
+        if isinstance(reply, dict) and "error" in reply:
             continue  # RequestRecord.refusal; the choices lack their ends.
         if record.route is RolloutRoute.SGLANG:
-            for index, each in _of_sglang(told):
+            for index, each in _of_sglang(reply):
                 found[index].replace(each)
         else:
-            for choice in told.get("choices") or []:
+            for choice in reply.get("choices") or []:
                 found[choice.get("index", 0)].append(choice)
     for reply in found.values():
         reply.whole = done
@@ -130,6 +130,6 @@ def _of_tinker(record: RequestRecord) -> dict[int, Reply]:
     }
 
 
-def _of_sglang(told: Any) -> Iterable[tuple[int, dict[str, Any]]]:
+def _of_sglang(reply: Any) -> Iterable[tuple[int, dict[str, Any]]]:
     """Choices of an event, which names its own, or of a reply, which lists them."""
-    return enumerate(told) if isinstance(told, list) else [(told.get("index", 0), told)]
+    return enumerate(reply) if isinstance(reply, list) else [(reply.get("index", 0), reply)]

@@ -38,9 +38,9 @@ def broken_setting(
     if (structured := sampling.get("structured_outputs")) is not None:
         whole = content[-1:] == [EOS_ID]
         # A character whose last bytes are missing.
-        said = text(content) if whole else text(content).rstrip("\ufffd")
-        if regex.fullmatch(structured["regex"], said, partial=not whole) is None:
-            return f"{said!r} is not of the grammar {structured['regex']}"
+        answer = text(content) if whole else text(content).rstrip("\ufffd")
+        if regex.fullmatch(structured["regex"], answer, partial=not whole) is None:
+            return f"{answer!r} is not of the grammar {structured['regex']}"
     return ""
 
 
@@ -80,11 +80,11 @@ def wrong_text(
     request: RequestRecord, ids: Sequence[int], reply: Reply, *, ends: frozenset[int], text: Text
 ) -> str:
     """The difference of a reply's text from that of its tokens up to what ended it; "" for none."""
-    said = reply.text or ""
+    reply_text = reply.text or ""
     fits = texts_of(request.body["sampling_params"], ids, ends, text)
     # Bytes that are no character have no text of their own.
-    is_right = said.replace("\ufffd", "") in {each.replace("\ufffd", "") for each in fits}
-    return "" if is_right else f"{said!r} is the text of {fits[0]!r}"
+    is_right = reply_text.replace("\ufffd", "") in {each.replace("\ufffd", "") for each in fits}
+    return "" if is_right else f"{reply_text!r} is the text of {fits[0]!r}"
 
 
 def texts_of(
@@ -92,14 +92,14 @@ def texts_of(
 ) -> list[str]:
     """The text of tokens up to what ended them, and what a stream may have sent of it."""
     kept = list(ids[:-1] if ids[-1:] and ids[-1] in ends else ids)
-    wanted = text(kept)
-    places = [at for one in sampling.get("stop") or () if (at := wanted.find(one)) >= 0]
+    whole_text = text(kept)
+    places = [at for one in sampling.get("stop") or () if (at := whole_text.find(one)) >= 0]
     if places:
-        return [wanted[: min(places)]]
+        return [whole_text[: min(places)]]
     # A stream holds back tokens that end within a character, and may end with them.
     while kept and text(kept).endswith("\ufffd"):
         kept.pop()
-    return [wanted, text(kept)]
+    return [whole_text, text(kept)]
 
 
 def wrong_attempt_settings(
@@ -107,12 +107,12 @@ def wrong_attempt_settings(
 ) -> list[str]:
     """Settings that an attempt at the request's choice did not get as its client gave them; the
     seed alone differs behind output."""
-    wanted, sent = request.body["sampling_params"], attempt.sampling
-    kept = sorted(wanted.keys() - {"seed", "n"} - route_made(request.body))
-    wrong = [name for name in kept if _without_defaults(sent.get(name)) != wanted[name]]
+    requested, sent = request.body["sampling_params"], attempt.sampling
+    kept = sorted(requested.keys() - {"seed", "n"} - route_made(request.body))
+    wrong = [name for name in kept if _without_defaults(sent.get(name)) != requested[name]]
     wrong += [name for name in route_made(request.body) if not sent.get(name)]
-    if "seed" in wanted:
-        is_own = sent.get("seed") == wanted["seed"] + index
+    if "seed" in requested:
+        is_own = sent.get("seed") == requested["seed"] + index
         if sent.get("seed") is None or is_own == goes_on:
             wrong.append("seed")
     return wrong

@@ -24,14 +24,14 @@ def sequences(reply: bytes) -> list[TinkerSequence]:
 def _sequence(message: bytes | int) -> TinkerSequence:
     if isinstance(message, int):
         raise ValueError("a sequence is a message")
-    told = dict(_fields(message))
-    ids, logprobs = told.get(2, b""), told.get(3, b"")
+    fields = dict(_fields(message))
+    ids, logprobs = fields.get(2, b""), fields.get(3, b"")
     if isinstance(ids, int) or isinstance(logprobs, int):
         raise ValueError("token ids and log-probabilities are bytes")
     return TinkerSequence(
         token_ids=[each for (each,) in struct.iter_unpack("<i", ids)],
         logprobs=[each for (each,) in struct.iter_unpack("<f", logprobs)],
-        finish_reason="length" if told.get(1, 0) == 1 else "stop",
+        finish_reason="length" if fields.get(1, 0) == 1 else "stop",
     )
 
 

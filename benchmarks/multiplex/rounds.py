@@ -77,7 +77,7 @@ class Bench:
             await self._prepared(shape)
         if self._serving is not None:
             await self._serving.calibrate()
-            self._on_progress(f"production at {self._serving.window.rate:.2f} requests/s")
+            self._on_progress(f"production at {self._serving.excerpt.rate:.2f} requests/s")
         for run in self._runs:
             self.done[run] = await self._measured(run)
             self._on_progress(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")

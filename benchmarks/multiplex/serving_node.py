@@ -1,6 +1,6 @@
 """The serving node: production, a guest beside it, the node's agent and production's clients.
 
-All of it is on one core, with the trainers: see arms.py. Replays the same light window of a trace
+All of it is on one core, with the trainers: see arms.py. Replays the same light excerpt of a trace
 in every arm that has production.
 """
 
@@ -14,6 +14,7 @@ import aiohttp
 from benchmarks.multiplex.arms import SERVING_CORE, Arm, Run
 from benchmarks.multiplex.rollout_node import CONCURRENCY
 from benchmarks.testbed.calibration import MeasuredReplay, measured_ratio, rate_for
+from benchmarks.testbed.excerpt import Excerpt, TokenScale, excerpts_of
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.production import ProductionClient, RandomPrompts
 from benchmarks.testbed.production_model import PROMPT_IDS
@@ -21,7 +22,6 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
 from benchmarks.testbed.slot import PRODUCTION, ServingSlot, SlotPorts, url
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import Guest, Pulse, pulse_page
 
 BUSY_SHARE = 0.2
@@ -29,7 +29,7 @@ BUSY_SHARE = 0.2
 _SIZES = TokenScale(
     input_scale=0.125, output_scale=0.125, input_max=1024, output_min=2, output_max=128
 )
-_WINDOW_S = 60.0
+_EXCERPT_S = 60.0
 _FIRST_RATE = 3.0
 _REPLAY_S = 12.0
 # The pulse renews its step times once a second.
@@ -62,7 +62,7 @@ class ServingNode:
         )
         self.requests: list[ProductionRequest] = []
         self.served: list[ServingFigures] = []
-        self.window: Window
+        self.excerpt: Excerpt
         self._clock = parts.clock
         self._trace = trace
         self._guest = self.slot.pages.guest_reader()
@@ -95,22 +95,22 @@ class ServingNode:
     async def calibrate(self) -> None:
         """Finds the replay speed and a first SLO, with production alone."""
         seen: list[ProductionRequest] = []
-        window = self._windowed(_FIRST_RATE, _REPLAY_S).evenly()
+        excerpt = self._excerpted(_FIRST_RATE, _REPLAY_S).evenly()
         start_s, busy_s = self._clock.now(), self._pulse_now().busy_s_total
         quiet = replace(self._client, record=seen.append)
-        await quiet.replay(window.arrivals, arm=Arm.SERVING, block=-1, start_s=start_s)
+        await quiet.replay(excerpt.arrivals, arm=Arm.SERVING, block=-1, start_s=start_s)
         await asyncio.sleep(_PULSE_S)
         pulse, seconds = self._pulse_now(), self._clock.now() - start_s
         replayed = MeasuredReplay(
-            arrivals=window.arrivals, seconds=seconds, busy_s=pulse.busy_s_total - busy_s
+            arrivals=excerpt.arrivals, seconds=seconds, busy_s=pulse.busy_s_total - busy_s
         )
         rate = rate_for(
-            lambda rate: (self._windowed(rate, _WINDOW_S),),
+            lambda rate: (self._excerpted(rate, _EXCERPT_S),),
             pulse.model,
             measured_ratio=measured_ratio((replayed,), pulse.model),
             target=BUSY_SHARE,
         )
-        self.window = self._windowed(rate, _WINDOW_S)
+        self.excerpt = self._excerpted(rate, _EXCERPT_S)
         self.slot.instruct(self.slot.policy(choose_slo(seen).level))
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ class ServingNode:
         stopped = asyncio.Event()
         replay = asyncio.ensure_future(
             self._client.replay(
-                self.window.endless(),
+                self.excerpt.endless(),
                 arm=run.arm,
                 block=run.round,
                 start_s=start_s,
@@ -152,9 +152,9 @@ class ServingNode:
         if seen:
             self.slot.instruct(self.slot.policy(choose_slo(seen).level))
 
-    def _windowed(self, rate: float, seconds: float) -> Window:
-        (window,) = windows_of(self._trace, count=1, duration_s=seconds, rate=rate)
-        return window.sized(_SIZES)
+    def _excerpted(self, rate: float, seconds: float) -> Excerpt:
+        (excerpt,) = excerpts_of(self._trace, count=1, duration_s=seconds, rate=rate)
+        return excerpt.sized(_SIZES)
 
     def _guest_now(self) -> Guest:
         return self._guest.read().record or Guest()

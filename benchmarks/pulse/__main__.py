@@ -22,6 +22,7 @@ from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.excerpt import Excerpt, excerpts_of
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
 from benchmarks.testbed.interleaving import interleaved
@@ -36,7 +37,6 @@ from benchmarks.testbed.reporting import report
 from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import Window, windows_of
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
@@ -172,18 +172,18 @@ class Bench:
 
     async def _rounds(self) -> None:
         sizes = self.hardware.pulse_sizes
-        guess = windows_of(self.trace, count=1, duration_s=SLICE_S, rate=3.0)[0].sized(sizes)
+        guess = excerpts_of(self.trace, count=1, duration_s=SLICE_S, rate=3.0)[0].sized(sizes)
         for name in self.clients:
             await self._closed(name, guess)
         rate = _BUSY * await self._closed("stock", guess) / _CLOSED_S
         # Beside the logs.
         kept = PartialResult(self.parts.paths.logs.parent / "parts.json")
         kept.keep({"rounds": 0})
-        windows = [
-            window.sized(sizes)
-            for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
+        excerpts = [
+            excerpt.sized(sizes)
+            for excerpt in excerpts_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
-        for number, window in enumerate(windows):
+        for number, excerpt in enumerate(excerpts):
             for arm, _ in interleaved(ARMS, number + 1, first=number):
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
@@ -191,14 +191,14 @@ class Bench:
                 async with self._level(arm, client.url):
                     before = account(engine)
                     await client.replay(
-                        window.arrivals, arm=arm, block=number, start_s=self.clock.now()
+                        excerpt.arrivals, arm=arm, block=number, start_s=self.clock.now()
                     )
                     self.figures.core_s[arm].append(used(before, account(engine)))
-                    done = await self._closed(_ENGINE[arm], window)
+                    done = await self._closed(_ENGINE[arm], excerpt)
                 self.figures.closed[arm].append(done / _CLOSED_S)
             kept.keep({"rounds": number + 1} | self._result())
             self._on_progress(
-                f"round {number + 1} of {self.rounds}, {len(window.arrivals)} requests"
+                f"round {number + 1} of {self.rounds}, {len(excerpt.arrivals)} requests"
             )
 
     @asynccontextmanager
@@ -210,10 +210,10 @@ class Bench:
             await asyncio.sleep(_SCRAPES_S)
             yield
 
-    async def _closed(self, name: str, window: Window) -> int:
+    async def _closed(self, name: str, excerpt: Excerpt) -> int:
         """Requests that the clients get through in the time, one after another each."""
         client = replace(self.clients[name], record=_nothing)
-        arrivals, done = window.endless(), 0
+        arrivals, done = excerpt.endless(), 0
         until_s = self.clock.now() + _CLOSED_S
 
         async def lane() -> None:

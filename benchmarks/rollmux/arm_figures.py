@@ -10,11 +10,11 @@ from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
 from scheduler.sim.rollmux.baselines import UNSHARED, Unshared
 
 
-def arm_on_seeds(wanted: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:
-    """Figures of one arm; `wanted` differ in their seeds only."""
-    found = [pieces.arm(one) for one in wanted]
-    alone = [UNSHARED["solo_d"](one.drawn(), one.world).dollars for one in wanted]
-    return {"seeds": [one.seed for one in wanted]} | arm_figures(found, alone)
+def arm_on_seeds(chosen: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:
+    """Figures of one arm; `chosen` differ in their seeds only."""
+    found = [pieces.arm(one) for one in chosen]
+    alone = [UNSHARED["solo_d"](one.drawn(), one.world).dollars for one in chosen]
+    return {"seeds": [one.seed for one in chosen]} | arm_figures(found, alone)
 
 
 def arm_figures(found: Sequence[ArmRun], solo_d_dollars: Sequence[float]) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def unshared_figures(
 
 
 def chosen_arms(
-    wanted: Mapping[str, Sequence[ArmOfSeed]], pieces: Pieces
+    chosen: Mapping[str, Sequence[ArmOfSeed]], pieces: Pieces
 ) -> dict[str, dict[str, Any]]:
     """Figures of the arms that were asked for, shared or not, each on its seeds."""
-    pieces.run_ahead([one for name, each in wanted.items() if name not in UNSHARED for one in each])
+    pieces.run_ahead([one for name, each in chosen.items() if name not in UNSHARED for one in each])
     figures = {}
-    for name, each in wanted.items():
+    for name, each in chosen.items():
         if name not in UNSHARED:
             figures[name] = arm_on_seeds(each, pieces)
             continue

@@ -16,35 +16,35 @@ FAILING = ("ours", "ours_resubmit", "rollmux_paper")
 
 
 def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
-    wanted = {
+    chosen = {
         drift: {
             name: [ArmOfSeed(name=name, seed=seed, drift=drift) for seed in seeds]
             for name in DRIFTING
         }
         for drift in DRIFTS
     }
-    pieces.run_ahead([one for arms in wanted.values() for each in arms.values() for one in each])
-    return {drift.value: _compared(arms, "hourly", pieces) for drift, arms in wanted.items()}
+    pieces.run_ahead([one for arms in chosen.values() for each in arms.values() for one in each])
+    return {drift.value: _compared(arms, "hourly", pieces) for drift, arms in chosen.items()}
 
 
 def failure_figures(seeds: Sequence[int], pieces: Pieces, *, mtbf_h: float) -> dict[str, Any]:
-    wanted = {
+    chosen = {
         name: [ArmOfSeed(name=name, seed=seed, mtbf_h=mtbf_h) for seed in seeds] for name in FAILING
     }
-    pieces.run_ahead([one for each in wanted.values() for one in each])
-    return {"node_mtbf_h": mtbf_h} | _compared(wanted, "ours", pieces)
+    pieces.run_ahead([one for each in chosen.values() for one in each])
+    return {"node_mtbf_h": mtbf_h} | _compared(chosen, "ours", pieces)
 
 
-def _compared(wanted: dict[str, list[ArmOfSeed]], measure: str, pieces: Pieces) -> dict[str, Any]:
+def _compared(chosen: dict[str, list[ArmOfSeed]], measure: str, pieces: Pieces) -> dict[str, Any]:
     """Each arm's figures, and its dollars over those of one of them."""
-    arms = {name: arm_on_seeds(each, pieces) for name, each in wanted.items()}
+    arms = {name: arm_on_seeds(each, pieces) for name, each in chosen.items()}
     return {"arms": arms, f"cost_ratio_to_{measure}": dollars_over(measure, arms)}
 
 
 def world_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
-    wanted = {
+    chosen = {
         variant: [ArmOfSeed(name="ours", seed=seed, variant=variant) for seed in seeds]
         for variant in VARIANTS
     }
-    pieces.run_ahead([one for each in wanted.values() for one in each])
-    return {variant: arm_on_seeds(each, pieces) for variant, each in wanted.items()}
+    pieces.run_ahead([one for each in chosen.values() for one in each])
+    return {variant: arm_on_seeds(each, pieces) for variant, each in chosen.items()}

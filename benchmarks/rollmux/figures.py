@@ -32,13 +32,13 @@ def mix_figures(
     drift: Drift = Drift.NONE,
     events: Path | None = None,
 ) -> dict[str, Any]:
-    wanted = {
+    chosen = {
         name: [ArmOfSeed(name=name, seed=seed, mix=mix, drift=drift) for seed in seeds]
         for name in SHARED
     }
-    pieces.run_ahead([wanted[name][at] for at in range(len(seeds)) for name in SHARED])
-    arms = {name: arm_on_seeds(each, pieces) for name, each in wanted.items()}
-    drawn = [one.drawn() for one in wanted["ours"]]
+    pieces.run_ahead([chosen[name][at] for at in range(len(seeds)) for name in SHARED])
+    arms = {name: arm_on_seeds(each, pieces) for name, each in chosen.items()}
+    drawn = [one.drawn() for one in chosen["ours"]]
     alone = {name: [arm(jobs, PAPER_WORLD) for jobs in drawn] for name, arm in UNSHARED.items()}
     solo_d_dollars = [one.dollars for one in alone["solo_d"]]
     offered = sum(map(len, drawn))

@@ -26,9 +26,9 @@ from scheduler.sim.rollmux.arms import (
     ARMS,
     SLO_COUNTS_QUEUEING,
     ArmResult,
+    arm_result,
     run_arm,
     runtime_of,
-    summary,
 )
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Ledger, RunResult
@@ -161,7 +161,7 @@ def _without(pieces: Pieces, seed: int, count: int) -> ArmResult:
 
     def run() -> ArmResult:
         jobs = w1(seed, jobs=count)
-        return summary(jobs, run_arm(ARMS["ours"], jobs, seed=seed))
+        return arm_result(jobs, run_arm(ARMS["ours"], jobs, seed=seed))
 
     return pieces.kept(f"ours-{seed}-of-{count}", run, ArmResult)
 
@@ -174,7 +174,7 @@ def _piece(
         supply = LeaseSupply(given_s=headroom.given_s, turns_s=turns_s, seed=seed)
         found = run_harvest(jobs, supply)
         return HarvestPiece(
-            arm=summary(jobs, found.run),
+            arm=arm_result(jobs, found.run),
             slot_hours=found.slot_hours,
             given_node_hours=found.given_node_hours,
         )

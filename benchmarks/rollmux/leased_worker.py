@@ -93,20 +93,20 @@ class LeasedWorker(Worker):
         if self.slots_coming and self.slots_ready_s <= now:
             self.slots, self.slots_coming = self.slots + self.slots_coming, 0
 
-    def resize(self, wanted: int, *, recompute: bool, now: float) -> None:
+    def resize(self, target: int, *, recompute: bool, now: float) -> None:
         """Changes a bulk's slots: some go at once, others wake up; work on the leaving ones moves
         home."""
         have, terms = self.slots, self._terms
-        if have + self.slots_coming < wanted:
-            self.slots_coming = wanted - have
+        if have + self.slots_coming < target:
+            self.slots_coming = target - have
             self.slots_ready_s = max(now + terms.activation_s, self.synced_s)
             return
-        self.slots_coming = max(0, wanted - have)
-        if have > wanted:
+        self.slots_coming = max(0, target - have)
+        if have > target:
             move_s = terms.recomputed_s if recompute else terms.move_s
             whole = have + terms.accelerators * self.node_count
-            self.overhead_s += move_s * (have - wanted) / whole
-            self.slots = wanted
+            self.overhead_s += move_s * (have - target) / whole
+            self.slots = target
 
     def end_bulk(self) -> None:
         """Brings work on slots home at the end of the bulk, where the whole tail has room."""

@@ -21,7 +21,7 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
-from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, arm_result, run_arm
 from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.workload import (
     PHASE_CV,
@@ -164,7 +164,7 @@ def _lasting(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 def _lived(arm: str, jobs: list[SimulatedJob], *, seed: int) -> Lived:
     run = run_arm(ARMS[arm], jobs, seed=seed, record=True)
-    found: ArmResult = summary(jobs, run)
+    found: ArmResult = arm_result(jobs, run)
     return Lived(per_hour=_price_per_hour(run), kept=found.kept, worst_window=found.worst_window)
 
 

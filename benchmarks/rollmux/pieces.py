@@ -20,7 +20,7 @@ from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.variants import AS_PUBLISHED, VARIANTS
 from benchmarks.testbed.kept_result import Result, kept_result
 from harvester.platform.parent import end_with
-from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
+from scheduler.sim.rollmux.arms import ArmResult, arm_result, run_arm
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.workload import JOBS, PAPER_WORLD, Drift, SimulatedJob, World
 
@@ -78,7 +78,7 @@ def run_piece(
 ) -> ArmRun:
     began_s = process_time()
     done = run_arm(ARMS[name], jobs, seed=seed, world=world, disruptions=disruptions)
-    return ArmRun(arm=summary(jobs, done, world), cpu_s=process_time() - began_s)
+    return ArmRun(arm=arm_result(jobs, done, world), cpu_s=process_time() - began_s)
 
 
 class Pieces:
@@ -89,9 +89,9 @@ class Pieces:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def run_ahead(self, wanted: Sequence[ArmOfSeed]) -> None:
+    def run_ahead(self, chosen: Sequence[ArmOfSeed]) -> None:
         """Runs the missing ones ahead, `workers` at a time; a single worker runs none ahead."""
-        missing = [one for one in wanted if not self._is_kept(one.key)]
+        missing = [one for one in chosen if not self._is_kept(one.key)]
         if self._workers == 1 or len(missing) < 2:
             return
         # Spawned, not forked: compiled code and its threads are not made to be forked.
@@ -113,8 +113,8 @@ class Pieces:
                     worker.terminate()
                 raise
 
-    def arm(self, wanted: ArmOfSeed) -> ArmRun:
-        return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), ArmRun)
+    def arm(self, chosen: ArmOfSeed) -> ArmRun:
+        return self.kept(chosen.key, lambda: self._ahead.get(chosen.key) or chosen.run(), ArmRun)
 
     def kept(self, name: str, run: Callable[[], Result], kind: type[Result]) -> Result:
         return kept_result(self._path(name), run, kind)

@@ -25,7 +25,7 @@ SIGMA_RANGE: Final = (0.1, 1.2)
 0.4 is nearest to the papers' half."""
 RESPONSES: Final = 256
 """A rollout ends with the longest of them, at its expected quantile."""
-LEVELS: Final = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+RATIOS: Final = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 AUTOCORRELATION: Final = 0.9
 """Correlation of one iteration with the next; half of a slow spell is over after seven."""
 STRAGGLER_RATIO: Final = 1 / 30
@@ -64,7 +64,7 @@ def lognormal_curve(sigma: float) -> tuple[Completion, ...]:
     quantile = NormalDist().inv_cdf
     longest = quantile(RESPONSES / (RESPONSES + 1))
     return tuple(
-        Completion(float(np.exp(sigma * (quantile(level) - longest))), level) for level in LEVELS
+        Completion(float(np.exp(sigma * (quantile(ratio) - longest))), ratio) for ratio in RATIOS
     )
 
 

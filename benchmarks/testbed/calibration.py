@@ -1,8 +1,8 @@
 """The replay speed at which production alone has steps to run for a given share of the time.
 
-The busy share of a whole window cannot be measured before the window is replayed, and a burst-heavy
+The busy share of a whole excerpt cannot be measured before its replay, and a burst-heavy
 trace makes any short part of it a bad sample. So a short replay measures the duration of this
-machine's steps, and the window's busy share is computed from them: batched continuous serving, one
+machine's steps, and the excerpt's busy share is computed from them: batched continuous serving, one
 step after another, each as long as its contents demand. Pure.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.production_model import STEP_TOKENS
 from benchmarks.testbed.trace import Arrival
-from benchmarks.testbed.window import Window
 from harvester.contracts.page import ProductionModel
 
 TARGET_BUSY_SHARE = 0.5
@@ -35,10 +35,10 @@ def busy_share(
     arrivals: Sequence[Arrival],
     model: ProductionModel,
     *,
-    window_s: float,
+    excerpt_s: float,
     step_tokens: int = STEP_TOKENS,
 ) -> float:
-    """Share of `window_s` in which the engine has something to step.
+    """Share of `excerpt_s` in which the engine has something to step.
 
     `step_tokens` is the engine's budget for one step.
     """
@@ -59,7 +59,7 @@ def busy_share(
         now, busy_s = now + step_s, busy_s + step_s
         step += 1
         running -= ending.pop(step, 0)
-    return busy_s / max(window_s, now)
+    return busy_s / max(excerpt_s, now)
 
 
 def scaled(model: ProductionModel, ratio: float) -> ProductionModel:
@@ -88,7 +88,7 @@ def measured_ratio(
         middle = (low * high) ** 0.5
         longer = scaled(model, middle)
         computed_s = sum(
-            busy_share(each.arrivals, longer, window_s=each.seconds, step_tokens=step_tokens)
+            busy_share(each.arrivals, longer, excerpt_s=each.seconds, step_tokens=step_tokens)
             * each.seconds
             for each in replays
         )
@@ -100,24 +100,24 @@ def measured_ratio(
 
 
 def mean_busy_share(
-    windows: Sequence[Window], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
+    excerpts: Sequence[Excerpt], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
 ) -> float:
-    """Mean busy share of windows of equal length, each replayed on an idle engine."""
+    """Mean busy share of excerpts of equal length, each replayed on an idle engine."""
     return fmean(
-        busy_share(window.arrivals, model, window_s=window.duration_s, step_tokens=step_tokens)
-        for window in windows
+        busy_share(excerpt.arrivals, model, excerpt_s=excerpt.duration_s, step_tokens=step_tokens)
+        for excerpt in excerpts
     )
 
 
 def rate_for(
-    windows: Callable[[float], Sequence[Window]],
+    excerpts: Callable[[float], Sequence[Excerpt]],
     model: ProductionModel,
     *,
     measured_ratio: float,
     target: float = TARGET_BUSY_SHARE,
     step_tokens: int = STEP_TOKENS,
 ) -> float:
-    """The replay rate at which the busy share of `windows(rate)` comes to `target`.
+    """The replay rate at which the busy share of `excerpts(rate)` comes to `target`.
 
     `measured_ratio` is how much longer the short replays' steps were than the model says.
     """
@@ -125,7 +125,7 @@ def rate_for(
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_ITERATIONS):
         middle = (slow * fast) ** 0.5
-        if mean_busy_share(windows(middle), model, step_tokens=step_tokens) < target:
+        if mean_busy_share(excerpts(middle), model, step_tokens=step_tokens) < target:
             slow = middle
         else:
             fast = middle

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.testbed import memory_split
+from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind, RolloutLoad
 from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.prerequisites import check_gpu_machine, check_machine, is_cuda_build
@@ -16,7 +17,6 @@ from benchmarks.testbed.production_model import (
     STEP_TOKENS,
     write_production_checkpoint,
 )
-from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu, gpus, smi_lines
 from coserve.guest.isolation import TIME_SLICING, Isolation
@@ -164,18 +164,18 @@ def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
     raise Unsupported(f"{command} does not report the memory of GPU {uuid}")
 
 
-def find_hardware(wanted: HardwareKind | None = None, *, command: str = "nvidia-smi") -> Hardware:
-    """This machine's, or the wanted kind. Raises Unsupported where that is not here.
+def find_hardware(kind: HardwareKind | None = None, *, command: str = "nvidia-smi") -> Hardware:
+    """This machine's, or one of this kind. Raises Unsupported where that is not here.
 
     A GPU counts where the installed vLLM is the CUDA build: a CPU build beside it uses none.
     """
-    if wanted is HardwareKind.REHEARSAL:
+    if kind is HardwareKind.REHEARSAL:
         return _REHEARSED
-    if wanted is HardwareKind.CPU or (wanted is None and not is_cuda_build()):
+    if kind is HardwareKind.CPU or (kind is None and not is_cuda_build()):
         return CpuHardware()
     here = gpus(command)
     if not here:
-        if wanted is None:
+        if kind is None:
             return CpuHardware()
         raise Unsupported(f"no NVIDIA GPU: {command} is absent or lists none")
     gpu = here[0]

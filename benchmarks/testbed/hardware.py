@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.prerequisites import check_machine
 from benchmarks.testbed.processes import OPERATORS_GROUPS
 from benchmarks.testbed.production_model import SMALL, STEP_TOKENS, ModelShape
-from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
 from coserve.guest.isolation import PREEMPTED, Isolation, IsolationBackend
 from coserve.vllm.launch import GpuOwner, GpuShare

@@ -13,8 +13,8 @@ from benchmarks.testbed.calibration import (
     measured_ratio,
     rate_for,
 )
+from benchmarks.testbed.excerpt import Excerpt, TokenScale, excerpts_of
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import ProductionModel
 
 REQUESTS_MIN = 1000
@@ -28,14 +28,14 @@ class Load:
     rate: float
     """Requests per second."""
 
-    def windows(self, seconds: float, *, count: int) -> tuple[Window, ...]:
-        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=self.rate)
-        return tuple(window.sized(self.sizes) for window in windows)
+    def excerpts(self, seconds: float, *, count: int) -> tuple[Excerpt, ...]:
+        excerpts = excerpts_of(self.trace, count=count, duration_s=seconds, rate=self.rate)
+        return tuple(excerpt.sized(self.sizes) for excerpt in excerpts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """The run that a load is for: `rounds` windows of `slice_s` seconds."""
+    """The run that a load is for: `rounds` excerpts of `slice_s` seconds."""
 
     scales: Sequence[TokenScale]
     """Scales from the largest requests to the smallest."""
@@ -58,14 +58,14 @@ class Aim:
         load = before
         for sizes in self.scales:
             load = self._as_busy(replace(before, sizes=sizes), model, ratio)
-            windows = load.windows(self.slice_s, count=self.rounds)
-            if sum(len(window.arrivals) for window in windows) >= self.requests_min:
+            excerpts = load.excerpts(self.slice_s, count=self.rounds)
+            if sum(len(excerpt.arrivals) for excerpt in excerpts) >= self.requests_min:
                 break
         return load
 
     def _as_busy(self, load: Load, model: ProductionModel, ratio: float) -> Load:
         rate = rate_for(
-            lambda rate: replace(load, rate=rate).windows(self.slice_s, count=self.rounds),
+            lambda rate: replace(load, rate=rate).excerpts(self.slice_s, count=self.rounds),
             model,
             measured_ratio=ratio,
             target=self.busy_share,

@@ -59,17 +59,17 @@ def measure(width: int = WIDTH) -> dict[str, Any]:
 
 def _pulled(store: Path, share: Selection | None, final: State) -> dict[str, Any]:
     source = CountedDirectory(store)
-    wanted = _part(final, share)
-    held = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    expected = _part(final, share)
+    held = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     receiver = Receiver(source, selection=share, staging_bytes=SETTINGS_BYTES[0])
     target = TensorTarget(held)
     receiver.sync(None, WeightVersion(1), target)
     full_bytes, source.read_total = source.read_total, 0
     receiver.sync(WeightVersion(1), WeightVersion(2), target)
     receiver.close()
-    exact = all(torch.equal(_bits(held[name]), _bits(wanted[name])) for name in wanted)
+    exact = all(torch.equal(_bits(held[name]), _bits(expected[name])) for name in expected)
     return {
-        "held_bytes": _size(wanted),
+        "held_bytes": _size(expected),
         "full_bytes": full_bytes,
         "delta_bytes": source.read_total,
         "exact": exact,

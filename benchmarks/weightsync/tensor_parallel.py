@@ -184,12 +184,12 @@ class RankFollower:
         _forget_peak()
 
     def follow(self, version: WeightVersion) -> dict[str, Any]:
-        wanted = RequestedVersion(store=STORE, version=version)
+        requested = RequestedVersion(store=STORE, version=version)
         started = self._clock.now()
-        while self._weights.stage(wanted).state is StageState.RUNNING:
+        while self._weights.stage(requested).state is StageState.RUNNING:
             time.sleep(0.001)
         staged = self._clock.now()
-        self._weights.load(wanted)
+        self._weights.load(requested)
         loaded = self._clock.now()
         self._weights.release()
         # Memory that an update leaves is freed in the background.

@@ -60,5 +60,5 @@ def smi_lines(command: str, *arguments: str) -> tuple[str, ...]:
 def _gpu(line: str) -> Gpu:
     words = [word.strip() for word in line.split(",")]
     if len(words) != _FIELDS or words[1] not in tuple(ComputeMode):
-        raise Unsupported(f"nvidia-smi says {line!r}, not a GPU with its compute mode")
+        raise Unsupported(f"nvidia-smi printed {line!r}, not a GPU with its compute mode")
     return Gpu(words[0], ComputeMode(words[1]))

@@ -36,7 +36,7 @@ from harvester.platform.mps import (
     THREADS_VARIABLE,
     MpsControl,
 )
-from harvester.platform.scheduling_group import Rank, is_below, ranks
+from harvester.platform.scheduling_group import CpuPriority, is_below, priorities
 
 _PRIORITY_NORMAL, _PRIORITY_BELOW_NORMAL = "0", "1"
 _GROUPS = IdleGroups()
@@ -127,7 +127,7 @@ TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0, envi
 
 
 def choose(
-    wanted: IsolationBackend | None = None,
+    requested: IsolationBackend | None = None,
     *,
     gpus: Sequence[Gpu] = (),
     mps: MpsShare | None = None,
@@ -137,37 +137,37 @@ def choose(
     `mps` is an operator's consent; it is used only if MPS is requested. Raises Unsupported if the
     requested backend cannot work here, ConfigError if it lacks that consent.
     """
-    if wanted is IsolationBackend.NONE:
+    if requested is IsolationBackend.NONE:
         return NO_ISOLATION
-    if wanted is IsolationBackend.MPS:
+    if requested is IsolationBackend.MPS:
         return _mps(gpus, mps)
     if gpus:
-        return _time_slicing(wanted, gpus)
-    if wanted is IsolationBackend.TIME_SLICING:
+        return _time_slicing(requested, gpus)
+    if requested is IsolationBackend.TIME_SLICING:
         raise Unsupported("time-slicing needs an NVIDIA GPU")
-    return _on_cpu(wanted)
+    return _on_cpu(requested)
 
 
-def _on_cpu(wanted: IsolationBackend | None) -> Isolation:
+def _on_cpu(requested: IsolationBackend | None) -> Isolation:
     if not hasattr(os, "SCHED_IDLE"):
-        if wanted is not None:
-            raise Unsupported(f"{wanted} needs Linux; choose isolation 'none'")
+        if requested is not None:
+            raise Unsupported(f"{requested} needs Linux; choose isolation 'none'")
         return NO_ISOLATION
-    if wanted is IsolationBackend.IDLE:
+    if requested is IsolationBackend.IDLE:
         return IDLE_CLASS
     try:
         _GROUPS.check(os.getpid())
     except Unsupported:
-        if wanted is IsolationBackend.IDLE_GROUP:
+        if requested is IsolationBackend.IDLE_GROUP:
             raise
         return IDLE_CLASS
     return IDLE_GROUP
 
 
-def _time_slicing(wanted: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
-    if wanted in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
+def _time_slicing(requested: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
+    if requested in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
         raise Unsupported(
-            f"{wanted} ranks threads on a core and no kernel on a GPU: leave isolation to "
+            f"{requested} ranks threads on a core and no kernel on a GPU: leave isolation to "
             "time-slicing, or choose mps"
         )
     for gpu in gpus:
@@ -211,9 +211,9 @@ def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> N
         pid = pid or os.getpid()
         _GROUPS.enter(pid, guest=guest or pid)
     elif isolation.backend is IsolationBackend.IDLE:
-        _rank(pid, os.SCHED_IDLE)
+        _set_priority(pid, os.SCHED_IDLE)
     elif isolation.backend in {IsolationBackend.TIME_SLICING, IsolationBackend.MPS}:
-        _rank(pid, os.SCHED_BATCH, nice=_GPU_GUEST_NICE)
+        _set_priority(pid, os.SCHED_BATCH, nice=_GPU_GUEST_NICE)
 
 
 def lift_from_process(pid: int = 0) -> None:
@@ -223,7 +223,7 @@ def lift_from_process(pid: int = 0) -> None:
     Nothing lifts a process on a GPU: a client of MPS keeps the share that it started with.
     """
     _GROUPS.leave(pid or os.getpid())
-    _rank(pid, os.SCHED_OTHER)
+    _set_priority(pid, os.SCHED_OTHER)
 
 
 def clear() -> None:
@@ -232,16 +232,16 @@ def clear() -> None:
 
 
 PREEMPTED = {IsolationBackend.IDLE_GROUP: IDLE_GROUP, IsolationBackend.IDLE: IDLE_CLASS}
-"""Backends that rely on the kernel's ranking of threads, which other processes may change."""
+"""Backends that rely on the kernel's priorities of threads, which other processes may change."""
 
 
 def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iterable[int]) -> None:
     """Raises Unsupported if a guest thread could keep one of production's waiting, or if the kernel
-    does not show their ranks. `guest` and `production` are process ids."""
+    does not show their priorities. `guest` and `production` are process ids."""
     if isolation.backend not in PREEMPTED:
         return
     try:
-        below, above = _ranks(guest), _ranks(production)
+        below, above = _priorities(guest), _priorities(production)
     except OSError as error:
         raise Unsupported(f"isolation {isolation.backend} cannot be verified: {error}") from error
     for one, other in product(below, above):
@@ -253,29 +253,29 @@ def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iter
             )
 
 
-def _ranks(pids: Iterable[int]) -> list[Rank]:
-    found: set[Rank] = set()
+def _priorities(pids: Iterable[int]) -> list[CpuPriority]:
+    found: set[CpuPriority] = set()
     for pid in pids:
         # A process that ended after it was listed delays no thread.
         with suppress(FileNotFoundError, ProcessLookupError):
-            found |= ranks(pid)
+            found |= priorities(pid)
     if not found:
         raise ProcessLookupError("no such process")
     return sorted(found, key=str)
 
 
-def _rank(pid: int, policy: int, *, nice: int | None = None) -> None:
+def _set_priority(pid: int, policy: int, *, nice: int | None = None) -> None:
     """Set policy and nice value of every thread of a process, including threads that are created
-    meanwhile with the old rank."""
-    ranked: set[int] = set()
-    while found := _threads(pid or os.getpid()) - ranked:
+    meanwhile with the old priority."""
+    done: set[int] = set()
+    while found := _threads(pid or os.getpid()) - done:
         for thread in sorted(found):
             # CUDA's threads come and go.
             with suppress(ProcessLookupError):
                 os.sched_setscheduler(thread, policy, os.sched_param(0))
                 if nice is not None:
                     os.setpriority(os.PRIO_PROCESS, thread, nice)
-        ranked |= found
+        done |= found
 
 
 def _threads(pid: int) -> set[int]:

@@ -87,8 +87,10 @@ def phantom(
     late_s = slo_s - _alone_s(model, longest_prompt)
     if epsilon == math.inf:
         return Phantom(late_s, late_s, late_s)
+    if not epsilon >= 0.0:
+        return Phantom(-math.inf, -math.inf, -math.inf)
     share = min(epsilon, _UNKEPT_SHARE_MAX)
-    room_s = share * slo_s / max(1.0 + share, 1.0)  # An epsilon below 0 shuts.
+    room_s = share * slo_s / (1.0 + share)
     # A prompt that production alone serves late, or hardly in time, has no SLO to lose: judged by
     # it, an SLO set near the P99 would shut an idle machine for ever.
     longest_s = late_s if late_s > room_s else room_s

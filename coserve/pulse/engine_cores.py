@@ -80,7 +80,7 @@ class _Core:
 
 
 @dataclass(slots=True)
-class EngineCores:
+class CoreTable:
     running: int = 0
     """Running requests of all cores."""
     kv_usage_ratio: float = 0.0

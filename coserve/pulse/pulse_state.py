@@ -18,7 +18,7 @@ import msgspec
 
 from coserve.law.phantom import quantiles_of
 from coserve.law.production_time import ProductionTime
-from coserve.pulse.engine_cores import NO_SIBLINGS, EngineCores, EngineStep, Siblings
+from coserve.pulse.engine_cores import NO_SIBLINGS, CoreTable, EngineStep, Siblings
 from harvester.contracts.page import Calibration, Pulse
 from harvester.contracts.process import ProcessId
 
@@ -119,7 +119,7 @@ class PulseState:
     _unseen_step_ns: int = 0
     _served_ns: int = 0
     """End of the last step that served a request."""
-    _cores: EngineCores = field(default_factory=EngineCores)
+    _cores: CoreTable = field(default_factory=CoreTable)
     _beside: Siblings | None = NO_SIBLINGS
     """State of the siblings at the last step."""
     _steps: int = 0

@@ -96,6 +96,6 @@ def _isolation() -> "IsolationBackend | None":
     if backend is IsolationBackend.MPS and not os.environ.get(PIPE_VARIABLE):
         raise ConfigError(
             f"{ISOLATION_VARIABLE}=mps without {PIPE_VARIABLE}: name the daemon's pipe directory, "
-            "else CUDA starts without it and says nothing"
+            "else CUDA starts without it and without a warning"
         )
     return backend

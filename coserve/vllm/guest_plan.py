@@ -94,7 +94,7 @@ def answers(settings: GuestSettings, vllm: Capabilities) -> tuple[Answer, ...]:
 
 
 def _isolations(settings: GuestSettings) -> Iterator[Answer]:
-    wanted = settings.isolation or backends.choose(gpus=settings.gpus).backend
+    chosen = settings.isolation or backends.choose(gpus=settings.gpus).backend
     for backend in IsolationBackend:
         try:
             found = backends.choose(backend, gpus=settings.gpus, mps=settings.mps)
@@ -102,7 +102,7 @@ def _isolations(settings: GuestSettings) -> Iterator[Answer]:
             yield Answer("isolation", backend, False, False, str(error))
         else:
             why = f"{found.statement}; {_EFFECT[backend]}"
-            yield Answer("isolation", backend, True, backend is wanted, why)
+            yield Answer("isolation", backend, True, backend is chosen, why)
 
 
 _EFFECT = {

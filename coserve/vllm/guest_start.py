@@ -133,7 +133,7 @@ def _pace_runner() -> None:
         pace(GPUModelRunner, work_gate(), torch.accelerator.synchronize)
     except Exception:
         # A guest that starts at full speed is still gated in all of its steps.
-        _log.exception("this guest's start does not ask for slack")
+        _log.exception("this guest starts at full speed: its start cannot be paced")
 
 
 def _locks_beside(pages: Path) -> Path:

@@ -77,11 +77,11 @@ class IdentityMiddleware:
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wanted = next((value for name, value in scope["headers"] if name == _HEADER), b"").decode(
+        expected = next((value for name, value in scope["headers"] if name == _HEADER), b"").decode(
             "latin-1"
         )
-        if wanted and wanted != self.identity:
-            refusal = json.dumps({"error": f"this is engine {self.identity}, not {wanted}"})
+        if expected and expected != self.identity:
+            refusal = json.dumps({"error": f"this is engine {self.identity}, not {expected}"})
             await reply_json(send, 412, refusal.encode(), _header(self.identity))
             return
         cut = False
@@ -92,7 +92,7 @@ class IdentityMiddleware:
                 return
             if message["type"] == "http.response.start":
                 message = _stamped(message, self.identity)
-            elif wanted and wanted != self.identity:
+            elif expected and expected != self.identity:
                 # Omits the protocol's end, so that the reader takes the stream for broken.
                 cut, message = True, {"type": "http.response.body", "body": b""}
             await send(message)

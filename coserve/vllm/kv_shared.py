@@ -50,7 +50,7 @@ def check(vllm: Capabilities) -> None:
         )
 
 
-class KvShared:
+class KvcachedLimit:
     """KV limit of one engine under kvcached. Used by the engine loop's thread only."""
 
     def __init__(self, pool: Any, *, tokens_per_block: int, segment: KvSegment | None) -> None:

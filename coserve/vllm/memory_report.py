@@ -66,7 +66,7 @@ def largest(reports: Iterable[dict[str, Any]]) -> GuestMemory:
 def _asleep(held_bytes: int | None, bound_bytes: int) -> GuestMemory:
     if held_bytes is not None and 0 < bound_bytes < held_bytes:
         _log.warning(
-            "asleep, this worker holds %d bytes of its GPU, where at most %d were to stay",
+            "this worker holds %d bytes of its GPU while it sleeps, above its bound of %d",
             held_bytes,
             bound_bytes,
         )

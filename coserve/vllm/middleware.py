@@ -159,7 +159,7 @@ class EpochMiddleware:
             return
         epoch = _epoch(scope, self._header)
         if epoch != grant.epoch:
-            await _refuse(send, 409, f"lease epoch {epoch}, in force is {grant.epoch}")
+            await _refuse(send, 409, f"lease epoch {epoch} is not the one in force, {grant.epoch}")
             return
         if grant.held:
             await _refuse(
@@ -185,7 +185,7 @@ class EpochMiddleware:
         if not exchange.cut.is_set():
             task.result()
         elif not exchange.started:
-            await _refuse(send, 409, "lease epoch was raised")
+            await _refuse(send, 409, "a newer lease epoch is in force")
         elif not exchange.whole:
             # End the stream without a final chunk: the gateway keeps the tokens received.
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -22,7 +22,7 @@ from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment, work_gate
 from coserve.vllm.gated_loop import GatedLoop
 from coserve.vllm.kv_reserve import KvReserve
-from coserve.vllm.kv_shared import KvShared, check, is_shared
+from coserve.vllm.kv_shared import KvcachedLimit, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
@@ -76,14 +76,14 @@ class CoserveScheduler(AsyncScheduler):
         self._prefixes = PrefixKeeper(manager.block_pool, tokens_per_block=self.block_size)
         self._clock = MonotonicClock()
 
-    def _memory(self) -> KvReserve | KvShared:
+    def _memory(self) -> KvReserve | KvcachedLimit:
         """The memory mechanism that fits the engine's pool."""
         pool = self.kv_cache_manager.block_pool
         if is_shared(pool):
             check(self._vllm)
             name = os.environ.get(SEGMENT_VARIABLE)
             segment = None if name is None else KvSegment(name)
-            return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
+            return KvcachedLimit(pool, tokens_per_block=self.block_size, segment=segment)
         if os.environ.get(AUTOPATCH_VARIABLE, "").lower() in {"1", "true"}:
             raise ConfigError(f"{AUTOPATCH_VARIABLE} is set, and kvcached is not in force here")
         give_back = self._give_back if self._extended and current_platform.is_cpu() else None
@@ -94,7 +94,7 @@ class CoserveScheduler(AsyncScheduler):
         if self._core is not None:
             return
         self._core = core
-        shared_kv = isinstance(self._kv, KvShared)
+        shared_kv = isinstance(self._kv, KvcachedLimit)
         self._residency = residency(
             self.vllm_config, core.model_executor, self._vllm, shared_kv=shared_kv
         )

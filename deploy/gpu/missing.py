@@ -41,26 +41,26 @@ class Want:
 
     specifier: SpecifierSet = field(default_factory=SpecifierSet)
     extras: set[str] = field(default_factory=set)
-    wanted_by: set[str] = field(default_factory=set)
+    required_by: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     name: NormalizedName
     present: Version | None
-    wanted: SpecifierSet
-    wanted_by: tuple[str, ...]
+    required: SpecifierSet
+    required_by: tuple[str, ...]
 
     def __str__(self) -> str:
         there = f"is {self.present}" if self.present else "is there in an unknown version"
-        return f"{self.name} {there}, wanted {self.wanted} by {', '.join(self.wanted_by)}"
+        return f"{self.name} {there}, required {self.required} by {', '.join(self.required_by)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
     wheels: tuple[Wheel, ...]
     mismatches: tuple[Mismatch, ...]
-    """Present in another version than wanted, or pinned while the version there is unknown."""
+    """Present in another version than required, or pinned while the version there is unknown."""
     left_out: tuple[NormalizedName, ...]
     """Wanted, neither present nor carried, as the list of what stays out says."""
 
@@ -137,12 +137,12 @@ def _wants(
     for wheel in fixed.values():
         pending += _active(wheel, "")
     while pending:
-        requirement, wanted_by = pending.pop()
+        requirement, required_by = pending.pop()
         name = canonicalize_name(requirement.name)
         first = name not in wants
         want = wants.setdefault(name, Want())
         want.specifier &= requirement.specifier
-        want.wanted_by.add(wanted_by)
+        want.required_by.add(required_by)
         new_extras = requirement.extras - want.extras
         want.extras |= new_extras
         if name in fetched:
@@ -173,4 +173,4 @@ def _mismatches(wants: Mapping[NormalizedName, Want], present: Present) -> Itera
         else:
             doubtful = not _fits(version, want)
         if doubtful:
-            yield Mismatch(name, version, want.specifier, tuple(sorted(want.wanted_by)))
+            yield Mismatch(name, version, want.specifier, tuple(sorted(want.required_by)))

@@ -21,8 +21,8 @@ def rosemux_requirements(pyproject: str) -> list[Requirement]:
     project = tomllib.loads(pyproject)["project"]
     extras = project["optional-dependencies"]
     dev = map(Requirement, extras["dev"])
-    wanted = {canonicalize_name(name) for name in TEST_REQUIREMENTS}
-    tests = [each for each in dev if canonicalize_name(each.name) in wanted]
+    required = {canonicalize_name(name) for name in TEST_REQUIREMENTS}
+    tests = [each for each in dev if canonicalize_name(each.name) in required]
     own = {each: None for extra in EXTRAS for each in extras[extra]}
     return [*map(Requirement, [*project["dependencies"], *own]), *tests]
 

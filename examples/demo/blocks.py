@@ -1,6 +1,6 @@
 """Runs the arms in alternating blocks: production's replay, training steps and the watch.
 
-Every block k replays the same window, whatever its arm. A block of serving alone lasts a given
+Every block k replays the same excerpt, whatever its arm. A block of serving alone lasts a given
 time; a block with a job lasts a given number of training steps, so that both jobs do equal work.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.gateway_admin import GatewayAdmin
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.slot import GUEST
-from benchmarks.testbed.window import Window
 from examples.demo.records import Arm, ArmBlock, EngineGap, Record, TrainingStep
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
@@ -68,9 +68,9 @@ class BlockRunner:
     prompts: int
     """Prompts of each training step."""
 
-    async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
+    async def run(self, arm: Arm, index: int, excerpt: Excerpt, plan: BlockPlan) -> None:
         """One measured block."""
-        async with self.replaying(arm, index, window):
+        async with self.replaying(arm, index, excerpt):
             if arm is Arm.SERVING_ONLY:
                 await asyncio.sleep(plan.serving_s)
             else:
@@ -96,7 +96,7 @@ class BlockRunner:
         return done.step_s
 
     @asynccontextmanager
-    async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
+    async def replaying(self, arm: Arm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
         """Production's replay around a block; requests that were sent are waited for."""
         await self.serve(arm)
         self.watch.arm, self.watch.block = arm, index
@@ -105,7 +105,7 @@ class BlockRunner:
         stopped = asyncio.Event()
         replay = asyncio.ensure_future(
             self.client.replay(
-                window.endless(), arm=arm, block=index, start_s=start_s, stopped=stopped
+                excerpt.endless(), arm=arm, block=index, start_s=start_s, stopped=stopped
             )
         )
         try:

@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.testbed.bursts import trace_of
+from benchmarks.testbed.excerpt import mean_rate
 from benchmarks.testbed.prerequisites import check_machine
 from benchmarks.testbed.processes import Processes
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.serving_figures import arms_of
 from benchmarks.testbed.slot import GUEST
-from benchmarks.testbed.window import mean_rate
 from examples.demo.blocks import BlockPlan
 from examples.demo.records import Arm, Record, TrainingStep
 from examples.demo.report import write_report
@@ -100,15 +100,15 @@ def _progress(record: Record, on_progress: Callable[[str], None]) -> None:
 
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
-    windows, status = outcome.windows, outcome.gateway
+    excerpts, status = outcome.excerpts, outcome.gateway
     level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)], Arm))
     first_s = outcome.first_harvested_token_s
     return Facts(
-        trace=windows[0].trace,
-        scale=windows[0].speed,
+        trace=excerpts[0].trace,
+        scale=excerpts[0].speed,
         scaling={
             **asdict(outcome.sizes),
-            "requests_per_s": mean_rate(windows),
+            "requests_per_s": mean_rate(excerpts),
             "prompts_per_step": outcome.prompts,
         },
         ttft_slo_s=level.ttft_s,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from benchmarks.testbed.calibration import MeasuredReplay
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.hardware import CpuHardware
 from benchmarks.testbed.load import Aim, Load
 from benchmarks.testbed.production import ProductionClient
@@ -21,7 +22,6 @@ from benchmarks.testbed.production_model import STEP_TOKENS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import choose_slo
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import Window
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan, BlockRunner
 from examples.demo.records import Arm
 from examples.demo.stack import Stack
@@ -32,10 +32,10 @@ from harvester.policy.settings import SlotSettings
 SCALES = CpuHardware.scales
 # Slow enough for any machine that can run the demo at all; the replays raise it.
 FIRST_RATE = 3.0
-# Requests are made smaller until a window has as many: fewer bear no percentile, and teach the
+# Requests are made smaller until an excerpt has as many: fewer bear no percentile, and teach the
 # slot its step times too slowly. A CPU with AVX-512 serves more of the largest.
 _REQUESTS_MIN = 40
-_STEP_WINDOW_S = 30.0
+_STEP_EXCERPT_S = 30.0
 PROMPTS = 12
 """Prompts of each unmeasured step: a full step takes a minute on a slow machine."""
 _FIRST_REPLAYS_MAX = 4
@@ -67,7 +67,7 @@ class Preparation:
         forgotten later.
         """
         for _ in range(_FIRST_REPLAYS_MAX):
-            await self._replay_alone(self._window(seconds).evenly())
+            await self._replay_alone(self._excerpt(seconds).evenly())
             if self.watch.pulse().model_samples >= SlotSettings().model_samples_min:
                 break
         self._aim(seconds)
@@ -75,45 +75,45 @@ class Preparation:
 
     async def harvesting_step(self, runner: BlockRunner) -> None:
         """Beside production a guest that has never run would learn one token at a time."""
-        nothing = replace(self._window(_STEP_WINDOW_S), arrivals=())
+        nothing = replace(self._excerpt(_STEP_EXCERPT_S), arrivals=())
         async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
             await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
 
     async def fixed_step(self, runner: BlockRunner) -> float:
         """Does one unmeasured step under production's load; returns its duration in s."""
-        window = self._window(_STEP_WINDOW_S)
-        async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, window):
-            with self._learning(window):
+        excerpt = self._excerpt(_STEP_EXCERPT_S)
+        async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, excerpt):
+            with self._learning(excerpt):
                 return await runner.step(Arm.FIXED, WARM_UP_BLOCK)
 
-    async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Window, ...]:
-        """The windows for the measured blocks, one for each round."""
-        await self._replay_alone(self._window(seconds))
+    async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Excerpt, ...]:
+        """The excerpts for the measured blocks, one for each round."""
+        await self._replay_alone(self._excerpt(seconds))
         self._aim(blocks.serving_s, count=blocks.rounds)
-        return self.load.windows(blocks.serving_s, count=blocks.rounds)
+        return self.load.excerpts(blocks.serving_s, count=blocks.rounds)
 
-    async def _replay_alone(self, window: Window) -> None:
+    async def _replay_alone(self, excerpt: Excerpt) -> None:
         """Its requests stay out of the records; the SLO that they attain is promised."""
         seen: list[ProductionRequest] = []
         quiet = replace(self.client, record=seen.append)
         start_s = self.clock.now()
-        with self._learning(window):
+        with self._learning(excerpt):
             await quiet.replay(
-                window.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
+                excerpt.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
             )
-            await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()))
+            await asyncio.sleep(max(0.0, start_s + excerpt.duration_s - self.clock.now()))
         await asyncio.sleep(_PULSE_S)
         self.stack.promise(choose_slo(seen).level)
 
     @contextmanager
-    def _learning(self, window: Window) -> Iterator[None]:
-        """Notes how busy production was while `window` was replayed, from its beginning."""
+    def _learning(self, excerpt: Excerpt) -> Iterator[None]:
+        """Notes how busy production was while `excerpt` was replayed, from its beginning."""
         start_s, busy_s = self.clock.now(), self.watch.pulse().busy_s_total
         yield
         seconds = self.clock.now() - start_s
         self._replayed.append(
             MeasuredReplay(
-                arrivals=window.until(seconds),
+                arrivals=excerpt.until(seconds),
                 seconds=seconds,
                 busy_s=self.watch.pulse().busy_s_total - busy_s,
             )
@@ -129,5 +129,5 @@ class Preparation:
         )
         self.load = aim.load(self.load, self.watch.pulse().model, replays=self._replayed)
 
-    def _window(self, seconds: float) -> Window:
-        return self.load.windows(seconds, count=1)[0]
+    def _excerpt(self, seconds: float) -> Excerpt:
+        return self.load.excerpts(seconds, count=1)[0]

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.excerpt import Excerpt, TokenScale, mean_rate
 from benchmarks.testbed.gateway_admin import GatewayAdmin
 from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.parts import run_with_watchdog
@@ -25,7 +26,6 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
 from benchmarks.testbed.slot import PRODUCTION
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import TokenScale, Window, mean_rate
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
 from examples.demo.preparation import PROMPTS, Preparation
 from examples.demo.records import Arm, Record
@@ -70,7 +70,7 @@ class Recorder:
 class Outcome:
     """Data of a run for the result, besides its records."""
 
-    windows: tuple[Window, ...]
+    excerpts: tuple[Excerpt, ...]
     """One for each round."""
     sizes: TokenScale
     """Scale of their requests."""
@@ -153,16 +153,16 @@ class Session:
         step_s = found_s * runner.prompts / PROMPTS
         left_s = self.started_s + self.plan.within_s - self.clock.now()
         blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
-        windows = await preparation.last_replay(self.plan.last_replay_s, blocks=blocks)
+        excerpts = await preparation.last_replay(self.plan.last_replay_s, blocks=blocks)
         self.on_progress(
-            f"{blocks.rounds} rounds of {mean_rate(windows):.1f} requests/s, which should keep "
+            f"{blocks.rounds} rounds of {mean_rate(excerpts):.1f} requests/s, which should keep "
             f"production busy {TARGET_BUSY_SHARE:.0%} of the time, and of steps of "
             f"{runner.prompts} prompts"
         )
         audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
-        measured = [window async for window in self._rounds(blocks, windows, runner, audit)]
+        measured = [excerpt async for excerpt in self._rounds(blocks, excerpts, runner, audit)]
         return Outcome(
-            windows=tuple(measured),
+            excerpts=tuple(measured),
             sizes=preparation.load.sizes,
             prompts=runner.prompts,
             gateway=await gateway.status(),
@@ -173,26 +173,26 @@ class Session:
     async def _rounds(
         self,
         blocks: BlockPlan,
-        windows: Sequence[Window],
+        excerpts: Sequence[Excerpt],
         runner: BlockRunner,
         audit: WeightsAudit,
-    ) -> AsyncIterator[Window]:
-        """The windows that were measured: a step may take longer than that of the preparation."""
+    ) -> AsyncIterator[Excerpt]:
+        """The excerpts that were measured: a step may take longer than that of the preparation."""
         rounds_s: list[float] = []
-        for index, window in enumerate(windows):
+        for index, excerpt in enumerate(excerpts):
             began_s = self.clock.now()
             if not another_fits(rounds_s, left_s=self.started_s + self.plan.within_s - began_s):
                 self.on_progress(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
                 return
             for arm, _ in interleaved(tuple(Arm), index + 1, first=index):
                 self.on_progress(f"round {index + 1}: {arm}")
-                await runner.run(arm, index, window, blocks)
+                await runner.run(arm, index, excerpt, blocks)
                 await audit.run()
                 level = measured_level(self.recorder.records)
                 if arm is Arm.SERVING_ONLY and level is not None:
                     self.stack.promise(level)
             rounds_s.append(self.clock.now() - began_s)
-            yield window
+            yield excerpt
 
     def _record(self, record: Record) -> None:
         self.recorder(record)

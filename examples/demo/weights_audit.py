@@ -66,4 +66,4 @@ def _published(root: Path, name: str, version: WeightVersion) -> set[str]:
         manifests = [store.manifest(ref) for ref in store.refs() if ref.version == version]
     except RoseMuxError:
         return set()
-    return {manifest.block.state_hash for manifest in manifests if manifest.block is not None}
+    return {manifest.section.state_hash for manifest in manifests if manifest.section is not None}

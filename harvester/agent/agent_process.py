@@ -71,7 +71,7 @@ class AgentProcess:
             None if path is None else TokenFile(path) for path in self._config.http.token_files
         )
         if tokens is None:
-            _log.warning("http has no token_file: the tenant of a lease is what its caller says")
+            _log.warning("http has no token_file: any caller may take a lease as any tenant")
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         app = application(node, tokens=tokens, operators=operators, observers=observers)
         async with serving(app) as runner:
@@ -147,7 +147,7 @@ class AgentProcess:
             self._notes = ()
             self._apply(node, whole, who=RELOADER)
         except ConfigError as error:
-            _log.error("configuration not reloaded, the old one stays: %s", error)
+            _log.error("configuration not reloaded, the previous one stays in force: %s", error)
             node.refuse_configuration(str(error))
         else:
             self._written, self._found = written, found
@@ -178,7 +178,7 @@ class AgentProcess:
             except ConfigError as error:
                 self._report_slots_file(node, str(error))
             except Exception as error:
-                _log.exception("the slots file is not understood")
+                _log.exception("cannot apply the slots file: the agent goes on without it")
                 self._report_slots_file(node, f"agent fault: {type(error).__name__}")
         elif node.waiting or (node.unopened and now >= self._retry_at_s):
             self._retry_at_s = now + _RETRY_S
@@ -188,7 +188,7 @@ class AgentProcess:
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
         if self._slots_file.failed(fault):
-            _log.error("the slots that were in force stay: %s", fault)
+            _log.error("the slots file is refused, the slots in force stay: %s", fault)
             node.refuse_configuration(fault, who=self._slots_origin)
 
     def _apply(self, node: NodeAgent, loaded: LoadedConfig, *, who: str) -> None:
@@ -202,9 +202,9 @@ class AgentProcess:
         self._notes = notes
         _log_notes(loaded)
         if done.guest_start_needed:
-            _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
+            _log.info("in force at the guest's next start: %s", _joined(done.guest_start_needed))
         if done.restart_needed:
-            _log.error("needs a restart: %s", _joined(done.restart_needed))
+            _log.error("fields that need a restart of the agent: %s", _joined(done.restart_needed))
 
     def _probe(self, slots: Sequence[Slot]) -> None:
         """Run the probes of these slots, and no others."""

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLevels:
+class EngineMetrics:
     running: float
     waiting: float
     kv_usage_ratio: float
@@ -62,22 +62,22 @@ _SERIES = {
 }
 """Names by engine, behind its own and a colon; SGLang has them with --enable-metrics."""
 _NAMES = [(engine, name) for engine, names in _SERIES.items() for name in names]
-_WANTED = re.compile(
+_NEEDED = re.compile(
     rf"^(?:{'|'.join(f'{engine}[:_]{name}' for engine, name in _NAMES)})[ {{].*$", re.MULTILINE
 )
 
 
 def narrowed(url: str) -> str:
-    """URL that selects only the series that `read_levels` needs."""
+    """URL that selects only the series that `read_metrics` needs."""
     page = urlsplit(url)
     query = parse_qsl(page.query, keep_blank_values=True)
     query += [("name[]", f"{engine}:{name}") for engine, name in _NAMES]
     return urlunsplit(page._replace(path=f"{page.path.rstrip('/')}/", query=urlencode(query)))
 
 
-def read_levels(text: str) -> EngineLevels | None:
+def read_metrics(text: str) -> EngineMetrics | None:
     """Sums over engines of one kind, and the largest KV use; None if one is missing or bad."""
-    lines = "\n".join(_WANTED.findall(text))
+    lines = "\n".join(_NEEDED.findall(text))
     if len(lines) > _MAX_READ_BYTES:
         return None
     found: dict[str, float] = {}
@@ -93,7 +93,7 @@ def read_levels(text: str) -> EngineLevels | None:
             found[field] = max(before, value) if field == "kv_usage_ratio" else before + value
     except ValueError:
         return None
-    return EngineLevels(**found) if len(found) == len(_SERIES[engine]) else None
+    return EngineMetrics(**found) if len(found) == len(_SERIES[engine]) else None
 
 
 class MetricsProbe:
@@ -110,7 +110,7 @@ class MetricsProbe:
         """`url`: address of the whole metrics page."""
         self._url = url
         self._narrow: str | None = narrowed(url)
-        """None once the whole page gave levels that this URL lacked."""
+        """None once the whole page gave metrics that this URL lacked."""
         self._page = PageDirectory(pages).own_pulse(engine_of(SCRAPED_PULSE), 0)
         self._busy_s = 0.0
         self._failing = False
@@ -123,62 +123,62 @@ class MetricsProbe:
             self._page.close(unlink=True)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
-        """Scrapes once and writes a pulse if the levels are known."""
-        levels = await self.scrape(session)
-        if levels is not None:
-            self._write(levels)
+        """Scrapes once and writes a pulse if the metrics are known."""
+        metrics = await self.scrape(session)
+        if metrics is not None:
+            self._write(metrics)
 
-    async def scrape(self, session: aiohttp.ClientSession) -> EngineLevels | None:
-        """Read the levels; None if a series is missing or bad. Logs when this changes."""
+    async def scrape(self, session: aiohttp.ClientSession) -> EngineMetrics | None:
+        """Read the metrics; None if a series is missing or bad. Logs when this changes."""
         try:
-            levels = await self._read(session)
-            problem = "a series is missing or not a number" if levels is None else ""
+            metrics = await self._read(session)
+            problem = "a series is missing or not a number" if metrics is None else ""
         except (aiohttp.ClientError, TimeoutError) as error:
-            levels, problem = None, reason_of(error)
+            metrics, problem = None, reason_of(error)
         if bool(problem) != self._failing:
             self._failing = bool(problem)
             _log.warning("scrape of %s: %s", self._url, problem or "works again")
-        return levels
+        return metrics
 
-    async def _read(self, session: aiohttp.ClientSession) -> EngineLevels | None:
+    async def _read(self, session: aiohttp.ClientSession) -> EngineMetrics | None:
         """Raises ClientError or TimeoutError."""
         if self._narrow is not None:
             with suppress(aiohttp.ClientResponseError):
-                levels = await _levels(session, self._narrow)
-                if levels is not None:
-                    return levels
-        levels = await _levels(session, self._url)
-        if levels is not None and self._narrow is not None:
+                metrics = await _scraped(session, self._narrow)
+                if metrics is not None:
+                    return metrics
+        metrics = await _scraped(session, self._url)
+        if metrics is not None and self._narrow is not None:
             _log.info("%s has no usable samples; reading all of %s", self._narrow, self._url)
             self._narrow = None
-        return levels
+        return metrics
 
-    def _write(self, levels: EngineLevels) -> None:
-        in_flight = int(levels.running + levels.waiting)
+    def _write(self, metrics: EngineMetrics) -> None:
+        in_flight = int(metrics.running + metrics.waiting)
         self._busy_s += _SCRAPE_S if in_flight else 0.0
         pulse = Pulse(
             in_flight=in_flight,
-            waiting=int(levels.waiting),
-            running=int(levels.running),
+            waiting=int(metrics.waiting),
+            running=int(metrics.running),
             busy_s_total=self._busy_s,
-            prompt_tokens_total=int(levels.prompt_tokens_total),
-            generation_tokens_total=int(levels.generation_tokens_total),
+            prompt_tokens_total=int(metrics.prompt_tokens_total),
+            generation_tokens_total=int(metrics.generation_tokens_total),
             # Tokens stand for steps: they advance when steps do.
-            steps_total=int(levels.prompt_tokens_total + levels.generation_tokens_total),
-            kv_usage_ratio=min(1.0, levels.kv_usage_ratio),
+            steps_total=int(metrics.prompt_tokens_total + metrics.generation_tokens_total),
+            kv_usage_ratio=min(1.0, metrics.kv_usage_ratio),
         )
         self._page.keep()
         self._page.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
 
 
-async def _levels(session: aiohttp.ClientSession, url: str) -> EngineLevels | None:
+async def _scraped(session: aiohttp.ClientSession, url: str) -> EngineMetrics | None:
     async with session.get(url, headers={"Accept": ACCEPT}) as reply:
         reply.raise_for_status()
         body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES + 1)
     if len(body) > MAX_SCRAPE_BYTES:
         return None
     # In a thread: the beats of all slots go on meanwhile.
-    return await asyncio.to_thread(lambda: read_levels(body.decode(errors="replace")))
+    return await asyncio.to_thread(lambda: read_metrics(body.decode(errors="replace")))
 
 
 class GuestDescription:
@@ -215,5 +215,5 @@ async def _repeat(
             try:
                 await ask(session)
             except Exception:
-                _log.exception("an engine's answer is not understood")
+                _log.exception("a probe of an engine failed; it is repeated")
             await asyncio.sleep(period_s)

@@ -95,18 +95,18 @@ class Routes:
         return json_reply(StopsInForce(node=self._node.leases.node, stops=self._node.stops.stops))
 
     async def order(self, request: web.Request) -> web.Response:
-        wanted = await decoded_body(request, StopRequest, name="StopRequest")
+        requested = await decoded_body(request, StopRequest, name="StopRequest")
         sent = request.headers.get("Authorization", "")
         operates = self._operators is None or self._operators.accepts(sent)
-        if not wanted.cluster and not operates:
+        if not requested.cluster and not operates:
             return error_reply(403, "send an operator's token (operator_token_file)")
-        return json_reply(self._node.order(wanted, who=self._caller(request)))
+        return json_reply(self._node.order(requested, who=self._caller(request)))
 
     async def take(self, request: web.Request) -> web.Response:
-        wanted = await decoded_body(request, LeaseRequest, name="LeaseRequest")
+        requested = await decoded_body(request, LeaseRequest, name="LeaseRequest")
         for what in ("request_id", "slot", "tenant", "job"):
-            checked_name(getattr(wanted, what), what=what)
-        return json_reply(self._node.take(wanted, who=self._caller(request)))
+            checked_name(getattr(requested, what), what=what)
+        return json_reply(self._node.take(requested, who=self._caller(request)))
 
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)

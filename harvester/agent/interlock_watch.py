@@ -125,7 +125,7 @@ class InterlockWatch:
             return
         if self._limit.admits(now=now):
             self._reported[source] = text
-            _log.warning("interlock: %s: %s", source, text or "is answered")
+            _log.warning("interlock: %s: %s", source, text or "answers again")
 
     def _timed(self, stops: list[Stop]) -> tuple[Stop, ...]:
         """The stops with the wall time at which each began, for people."""

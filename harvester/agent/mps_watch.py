@@ -57,10 +57,10 @@ class MpsWatch:
 
     def terminate(self, pids: Iterable[int]) -> bool:
         """End the GPU work of MPS clients. Returns whether all processes may now be killed."""
-        wanted, safe = set(pids), True
+        targets, safe = set(pids), True
         try:
             for server in self._control.servers()[:_MAX_SERVERS]:
-                for client in sorted(wanted.intersection(self._control.clients(server))):
+                for client in sorted(targets.intersection(self._control.clients(server))):
                     safe = self._control.terminate_client(server, client) and safe
         except (Unsupported, PeerProtocolError) as error:
             _log.error("mps: %s", error)

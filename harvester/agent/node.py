@@ -19,7 +19,7 @@ from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
 from harvester.agent.state_lock import lock_state
-from harvester.agent.stop_orders import StopOrders
+from harvester.agent.stop_orders import StopRegistry
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
@@ -72,13 +72,13 @@ class NodeAgent:
         self.audit = AuditLog(file, node=config.node, clock=clock)
         self._lease_audit = LeaseAudit(self.audit)
         self._switched = KillSwitch.NONE
-        self.stops = StopOrders(config)
+        self.stops = StopRegistry(config)
         self._stop_audit = StopAudit(self.audit, self.stops.stops)
         self.interlocks = InterlockWatch(config, clock=clock)
         self.slots = tuple[Slot, ...]()
         self.unopened: dict[str, str] = {}
         """Why a slot of the configuration is not open yet, or one that is gone not closed."""
-        self._wanted = config
+        self._target = config
         self._reopening: frozenset[str] = frozenset()
         self._noted: tuple[str, ...] = ()
         """Changes that the audit has noted last."""
@@ -115,7 +115,7 @@ class NodeAgent:
         except Exception as error:
             self.unopened[slot.name] = str(error)
             if str(error) != known.get(slot.name):
-                _log.error("slot %s is not opened, and is tried again: %s", slot.name, error)
+                _log.error("slot %s cannot be opened; the agent tries again: %s", slot.name, error)
             self._forget(SlotId(slot.name))
             return error
         return None
@@ -170,13 +170,13 @@ class NodeAgent:
             with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
                 slot.shut(fault)
             if self._faults.get(slot.name) != fault:
-                _log.exception("slot %s: no grant while this lasts", slot.name)
+                _log.exception("slot %s: its beat failed; no grant until one succeeds", slot.name)
                 slot.audit.fail(fault, now=now)
             self._faults[slot.name] = fault
             self.leases.offer(slot.name, SlotState.OFF, fault)
         else:
             if self._faults.pop(slot.name, None) is not None:
-                _log.warning("slot %s: the agent decides again", slot.name)
+                _log.warning("slot %s: its beat succeeds again", slot.name)
 
     def take(self, request: LeaseRequest, *, who: str = "") -> LeaseGranted | LeaseRefused:
         """A lease is granted only once it is on disk for a restarted agent. `who` is the caller,
@@ -244,7 +244,7 @@ class NodeAgent:
 
     def order(self, request: StopRequest, *, who: str = "") -> StopReply:
         """Place or lift an order; it is in force when this returns. `who` is the caller, for the
-        audit. Raises as `StopOrders.order`, and Exhausted."""
+        audit. Raises as `StopRegistry.order`, and Exhausted."""
         now = self.clock.now()
         reply = self.stops.order(request, now=now)
         lifts = request.order is StopOrder.NONE
@@ -258,7 +258,7 @@ class NodeAgent:
         Removed slots are closed and new slots opened: `unopened` has the slots that are not open
         yet; `open_more` goes on."""
         done = reload(self._config, config)
-        self._wanted = done.config
+        self._target = done.config
         found = {slot.name: slot for slot in done.config.slots}
         kept = [
             slot for slot in self.slots if slot.name in found and slot.name not in done.reopened
@@ -294,9 +294,9 @@ class NodeAgent:
     def open_more(self) -> None:
         """Close slots that left the configuration, and open slots that do not run yet, for about a
         second."""
-        began_s, wanted = self.clock.now(), self._wanted
+        began_s, target = self.clock.now(), self._target
         before, self.unopened = self.unopened, {}
-        found = {slot.name: slot for slot in wanted.slots}
+        found = {slot.name: slot for slot in target.slots}
         for slot in self.slots:
             if slot.name not in found or slot.name in self._reopening:
                 if self.clock.now() - began_s > _OPENING_S:
@@ -311,11 +311,11 @@ class NodeAgent:
             if self.clock.now() - began_s > _OPENING_S:
                 self.unopened[name] = _WAITS
                 continue
-            self._open(wanted, each, before)
+            self._open(target, each, before)
             self._beat_if_due()
         order = {name: number for number, name in enumerate(found)}
         self.slots = tuple(sorted(self.slots, key=lambda slot: order.get(slot.name, -1)))
-        self._config = wanted.model_copy(update={"slots": self._open_slots})
+        self._config = target.model_copy(update={"slots": self._open_slots})
 
     @property
     def _open_slots(self) -> tuple[SlotConfig, ...]:
@@ -335,7 +335,7 @@ class NodeAgent:
         try:
             slot.close(now=self.clock.now(), wait=False)
         except Exception:  # The slot's page may be at fault; the grant then expires.
-            _log.exception("slot %s: not closed in good order", slot.name)
+            _log.exception("slot %s: closing it failed", slot.name)
         self._count_ended(detail="slot removed")
         self.slots = tuple(each for each in self.slots if each is not slot)
         self._forget(slot.name)

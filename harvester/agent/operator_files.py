@@ -88,4 +88,4 @@ class ReleaseFile:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            _log.error("%s counts once and cannot be removed: %s", self._path, error.strerror)
+            _log.error("%s was obeyed once, but stays there: %s", self._path, error.strerror)

@@ -65,7 +65,7 @@ class SlotRecord:
                 policy.resume(left, now=now)
                 return left.forecast
             if self._path.exists() and self._path.stat().st_size:
-                raise Corrupt("a journal and no state")
+                raise Corrupt("there is a journal but no state file")
         except Corrupt as error:
             _log.error("slot %s: history not known: %s", self._slot, error)
             self._state.put_aside()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harvester.agent.mps_watch import MpsWatch
-from harvester.agent.shared_memory import SharedKv, SharedMemory
+from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.page import (
@@ -55,7 +55,7 @@ class SlotSensor:
         directory: PageDirectory,
         *,
         pulses: tuple[str, ...],
-        memory: SharedMemory | SharedKv | None = None,
+        memory: SharedMemory | SegmentPair | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
         """`pulses` are required, besides pulses that are present or announced."""
@@ -90,7 +90,7 @@ class SlotSensor:
             kill_switch=kill_switch,
             memory=None if self._memory is None else self._memory.read(),
             mps=None if self._mps is None else self._mps.read(),
-            guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
+            guest_kv=self._memory.read_guest() if isinstance(self._memory, SegmentPair) else None,
         )
 
     def _log_stranger(self, path: Path, fault: PageFault | None) -> None:

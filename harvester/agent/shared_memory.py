@@ -37,7 +37,7 @@ def _field(text: str, name: str) -> int:
     return next((int(v) for k, v in map(str.split, text.splitlines()) if k == name), 0)
 
 
-class SharedKv:
+class SegmentPair:
     """The kvcached segments of both; `total_bytes` bounds them together on one GPU."""
 
     def __init__(

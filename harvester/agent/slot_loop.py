@@ -17,7 +17,7 @@ from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
 from harvester.agent.sense import SlotSensor
-from harvester.agent.shared_memory import SharedKv, SharedMemory
+from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
@@ -360,12 +360,12 @@ class Slot:
         )
 
 
-def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
+def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SegmentPair | None:
     """The memory that production and guest share by consent: a GPU's KV, or a control group."""
     if slot.kvcached is not None:
         shared = slot.kvcached
         production, guest = trusted_uids(owners.production), trusted_uids(owners.guest)
-        return SharedKv(
+        return SegmentPair(
             tuple(KvSegment(name, owners=production) for name in shared.production),
             KvSegment(shared.guest, owners=guest),
             total_bytes=shared.total_bytes,

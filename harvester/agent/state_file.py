@@ -75,7 +75,7 @@ class StateFile:
         except FileNotFoundError:
             if self._refused.exists():
                 # The agent that refused the file ended before it saved a new state.
-                raise Corrupt(f"{self.path}: put aside, and none saved since") from None
+                raise Corrupt(f"{self.path}: put aside as unreadable; no state since") from None
             self._warn_of_others()
             return None
         head, state = self._decoded(raw)
@@ -117,10 +117,10 @@ class StateFile:
             if head.schema != SCHEMA:
                 raise Corrupt(f"{self.path}: schema {head.schema}, this agent reads {SCHEMA}")
             if not whole:
-                raise Corrupt(f"{self.path}: not what was written")
+                raise Corrupt(f"{self.path}: its digest does not match its content")
             if head.node != self._node:
                 raise ConfigError(
-                    f"{self.path} is of node {head.node}, and this is node {self._node}: correct "
+                    f"{self.path} belongs to node {head.node}, this is node {self._node}: correct "
                     "`node`, or if it has its new name for good move the file away"
                 )
             if head.slot != self._slot and head.slot in self._configured:

@@ -76,7 +76,7 @@ def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> St
     return Stop(order=order, source=StopSource.FILE, by=by, at=at, reason=one_line(reason))
 
 
-class StopOrders:
+class StopRegistry:
     def __init__(self, config: AgentConfig) -> None:
         """Reads the table of an earlier agent; writes nothing yet."""
         self._path, self._file_path = config.state_dir / "stops.json", config.stop_path
@@ -128,7 +128,7 @@ class StopOrders:
         if request.order is StopOrder.NONE:
             return self._lift(request, source, now)
         if request.slot and request.slot not in {slot.name for slot in self._config.slots}:
-            raise PeerProtocolError(f"slot: there is no {request.slot} on this node")
+            raise PeerProtocolError(f"slot: this node has no slot {request.slot}")
         stop = Stop(
             order=request.order,
             source=source,
@@ -144,7 +144,7 @@ class StopOrders:
         if self._table.stops != before:
             self._save(now)
         if in_force.order is not stop.order:
-            _log.warning("a weaker order changes nothing: %s", _shown(stop))
+            _log.warning("a stronger order stays in force: %s", _shown(stop))
         return StopReply(in_force=in_force, recorded=not self._unsaved)
 
     def _lift(self, request: StopRequest, source: StopSource, now: float) -> StopReply:

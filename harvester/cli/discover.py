@@ -143,7 +143,7 @@ class SlotsWriter:
     template: SlotTemplate
     kept: KeptSlots
     file: Path
-    _said: tuple[str, ...] = ()
+    _reported: tuple[str, ...] = ()
     """Faults of the last look."""
 
     def take(self, *, now: float) -> None:
@@ -160,11 +160,11 @@ class SlotsWriter:
             faults = [f"the slots stay as they are: {error}"]
         except OSError as error:
             faults = [f"{self.file} cannot be written: {error.strerror}"]
-        for fault in sorted({*faults} - {*self._said}):
+        for fault in sorted({*faults} - {*self._reported}):
             _log.error("%s", fault)
-        if self._said and not faults:
+        if self._reported and not faults:
             _log.info("every engine that is found has a slot again")
-        self._said = tuple(faults)
+        self._reported = tuple(faults)
 
 
 def _text(slots: list[Fields]) -> str:

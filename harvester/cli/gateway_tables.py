@@ -27,8 +27,10 @@ class GatewayReport(GatewayStatus, frozen=True):
             yield f"Job {self.active_job} is active at version {self.target_version}, {served}"
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"
-        held = f", {self.held_turns} for a version or numerics" if self.held_turns else ""
-        yield f"Turns: {self.placed_turns} on engines, {self.queued_turns} wait for a place{held}"
+        turns = f"{self.placed_turns} on engines, {self.queued_turns} wait for a place"
+        if self.deferred_turns:
+            turns += f", {self.deferred_turns} for a version or numerics"
+        yield f"Turns: {turns}"
 
     def tables(self) -> Iterator[Table]:
         """The tables that have rows."""

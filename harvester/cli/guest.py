@@ -56,32 +56,32 @@ def guest(
 ) -> None:
     agent = load_agent_config(config, slot=slot)
     chosen = agent.slot_named(slot)
-    wanted, pages = _guest(chosen), agent.pages_of(chosen)
+    requested, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()
     owners = agent.owners_of(chosen)
-    found = checks(wanted, PageDirectory(pages, owners), imports=dry_run)
+    found = checks(requested, PageDirectory(pages, owners), imports=dry_run)
     for check in found:
         mark = "good" if check.good else "WRONG"
         console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
     vllm = supported_vllm()
-    settings = _settings(chosen, wanted)
+    settings = _settings(chosen, requested)
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
     planned = plan(settings, vllm)
     spec = launch.EngineSpec(
         name=_NAME,
-        model=wanted.model,
+        model=requested.model,
         port=_port(chosen),
-        max_model_len=wanted.context_tokens,
+        max_model_len=requested.context_tokens,
         max_num_seqs=chosen.concurrency,
         vllm=vllm,
         kv_cache_gib=planned.kv_cache_gib,
         gpu=planned.gpu,
-        extra_arguments=(*_ranks(settings.gpus), *wanted.arguments),
+        extra_arguments=(*_parallel_flags(settings.gpus), *requested.arguments),
     )
     command = launch.guest(
         spec,
         pages=pages,
-        weights=wanted.weights,
+        weights=requested.weights,
         isolation=planned.isolation,
         slot=chosen.name,
     )
@@ -131,22 +131,22 @@ def _guest(slot: SlotConfig) -> GuestConfig:
     return slot.guest
 
 
-def _settings(slot: SlotConfig, wanted: GuestConfig) -> GuestSettings:
+def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
             slot.mps.daemon,
-            active_thread_percentage=wanted.active_thread_percentage,
+            active_thread_percentage=requested.active_thread_percentage,
             blocking_ratio=1.0 if configured == AUTO else configured,
         )
     return GuestSettings(
-        kv_cache_bytes=wanted.kv_cache_bytes,
-        gpus=_gpus(wanted.gpus),
-        isolation=None if wanted.isolation is None else IsolationBackend(wanted.isolation),
+        kv_cache_bytes=requested.kv_cache_bytes,
+        gpus=_gpus(requested.gpus),
+        isolation=None if requested.isolation is None else IsolationBackend(requested.isolation),
         mps=share,
         shared_kv="" if slot.kvcached is None else slot.kvcached.guest,
-        sleeps=wanted.sleeps,
-        eager=wanted.eager,
+        sleeps=requested.sleeps,
+        eager=requested.eager,
     )
 
 
@@ -164,7 +164,7 @@ def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
     return tuple(there[name] for name in named or there)
 
 
-def _ranks(used: Sequence[Gpu]) -> tuple[str, ...]:
+def _parallel_flags(used: Sequence[Gpu]) -> tuple[str, ...]:
     """Tensor-parallel flags, placed before the operator's own flags, which win."""
     return ("--tensor-parallel-size", str(len(used))) if len(used) > 1 else ()
 

@@ -24,12 +24,12 @@ class Check:
     says: str
 
 
-def checks(wanted: GuestConfig, pages: PageDirectory, *, imports: bool) -> tuple[Check, ...]:
+def checks(requested: GuestConfig, pages: PageDirectory, *, imports: bool) -> tuple[Check, ...]:
     """`imports` tries vLLM in a separate process, which takes seconds."""
     return (
         _checked("vLLM", lambda: _vllm(supported_vllm(), imports=imports)),
-        _checked("model", lambda: _model(wanted.model)),
-        _checked("weights", lambda: _weights(wanted.weights)),
+        _checked("model", lambda: _model(requested.model)),
+        _checked("weights", lambda: _weights(requested.weights)),
         _checked("pages", lambda: _pages(pages)),
     )
 

@@ -182,8 +182,8 @@ def _find_in_checkout(name: str, module_name: str) -> None:
     sys.path.insert(0, str(checkout))
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"rosemux {rosemux_version()}")
         raise typer.Exit
 

@@ -22,10 +22,10 @@ def row_table(
 
 
 def add_row(table: Table, *cells: object) -> None:
-    table.add_row(*map(one_line, cells))
+    table.add_row(*map(row_text, cells))
 
 
-def one_line(cell: object) -> Text:
+def row_text(cell: object) -> Text:
     shown = printable("" if cell is None else str(cell))
     shown.no_wrap, shown.overflow = True, "ellipsis"
     return shown

@@ -113,7 +113,7 @@ def _order(
     if request.order is StopOrder.NONE:
         typer.echo("`rosemux status --agent` lists orders of other scopes, if there are any")
     if not reply.recorded:
-        raise Exhausted("in force, and a restart of the agent would forget it: see its log")
+        raise Exhausted("order in force, but a restart of the agent forgets it: see its log")
 
 
 def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:
@@ -125,6 +125,6 @@ def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials)
         typer.echo(f"  {name}: {fault or 'obeys'}")
     if missing := [name for name, fault in reply.agents.items() if fault]:
         names = ", ".join(missing)
-        raise Exhausted(f"not confirmed by {names}; the gateway repeats the order every second")
+        raise Exhausted(f"no answer of {names}; the gateway repeats the order every second")
     if not reply.recorded:
-        raise Exhausted("in force, and a restart of the gateway would forget it: see its log")
+        raise Exhausted("order in force, but a restart of the gateway forgets it: see its log")

@@ -26,6 +26,6 @@ def undo(
     for path, why in done.left.items():
         typer.echo(f"left    {path}: {why}")
     if done.left:
-        raise Exhausted(f"{len(done.left)} left; see above")
+        raise Exhausted(f"{len(done.left)} files or groups are left: see above")
     if not records:
         typer.echo("audit, journals and states stay in state_dir: --records removes them")

@@ -41,7 +41,7 @@ class SlotTemplate:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """Raises ConfigError for fields that no engine could have."""
         if "name" in fields:
-            raise ConfigError("name: is the engine's own; leave it out of the template")
+            raise ConfigError("name: each engine gives its own; leave it out of the template")
         self._fields = dict(fields)
         example = DiscoveredEngine(slot="example", origin="the template", port="8000")
         try:
@@ -89,7 +89,7 @@ class SlotTemplate:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
                 fields = self.slot(engine)
                 if first := origins.get(pages_of(fields)):
-                    raise ValueError(f"its slot {engine.slot} is that of {first}")
+                    raise ValueError(f"slot {engine.slot} belongs to {first}")
             except ValueError as error:
                 faults.append(f"{engine.origin}: {error}")
             else:

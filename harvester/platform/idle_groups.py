@@ -173,13 +173,13 @@ class IdleGroups:
             if not os.access(root / _MEMBERS, os.W_OK):
                 raise Unsupported(f"no control group can be made in {root}: that takes root")
             return root
-        raise Unsupported("there is no cpu controller whose groups could be idle")
+        raise Unsupported("there is no cpu controller with groups that could be idle")
 
 
 def _make_idle(group: Path) -> None:
     file = group / _IDLE
     if not file.exists():
-        raise Unsupported("the kernel knows no cpu.idle; it came with Linux 5.15")
+        raise Unsupported("the kernel knows no cpu.idle: use Linux 5.15 or later")
     file.write_text("1\n")
 
 

@@ -73,7 +73,7 @@ class KvSegment:
         layout.
         """
         if not 0 <= limit_bytes <= _MOST_BYTES:
-            raise ValueError(f"a KV limit of {limit_bytes} bytes")
+            raise ValueError(f"KV limit {limit_bytes} is not from 0 to {_MOST_BYTES} bytes")
         try:
             opened = self._opened(os.O_RDWR)
         except FileNotFoundError as error:

@@ -14,8 +14,8 @@ PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """Rank of a thread for the scheduler: its group among groups, its class within it."""
+class CpuPriority:
+    """Priority of a thread for the kernel: its group among groups, its class within it."""
 
     group: str
     idle_class: bool
@@ -24,8 +24,8 @@ class Rank:
         return f"{self.group} (idle class)" if self.idle_class else self.group
 
 
-def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[Rank]:
-    """Distinct ranks of a process's threads; each thread may have a group and class of its own.
+def priorities(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[CpuPriority]:
+    """Distinct priorities of a process's threads; each has a group and class of its own.
 
     Raises OSError if the process has ended or is not visible to this one.
     """
@@ -38,7 +38,7 @@ def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[
         except (FileNotFoundError, ProcessLookupError):
             continue  # The thread ended after it was listed.
         own = _with_weight(memberships, cgroups)
-        found.add(Rank(own if own != "/" else session or own, idle_class))
+        found.add(CpuPriority(own if own != "/" else session or own, idle_class))
     if not found:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(proc / str(pid)))
     return frozenset(found)
@@ -87,7 +87,7 @@ def is_under_idle(group: str, *, cgroups: Path = CGROUPS) -> bool:
     return any(is_idle(str(each), cgroups=cgroups) for each in (Path(group), *Path(group).parents))
 
 
-def ranks_below(guest: str, production: str, *, cgroups: Path = CGROUPS) -> bool:
+def has_lower_priority(guest: str, production: str, *, cgroups: Path = CGROUPS) -> bool:
     """Whether the first group gets a core only while the second wants none, whatever its classes.
 
     The kernel compares two groups below their closest common ancestor; two that are idle there
@@ -108,11 +108,11 @@ def ranks_below(guest: str, production: str, *, cgroups: Path = CGROUPS) -> bool
     return idle[0] and not any(idle[1:])
 
 
-def is_below(guest: Rank, production: Rank, *, cgroups: Path = CGROUPS) -> bool:
-    """Whether a waking thread of the second rank preempts a running one of the first at once."""
+def is_below(guest: CpuPriority, production: CpuPriority, *, cgroups: Path = CGROUPS) -> bool:
+    """Whether a waking thread of production preempts a running one of the guest at once."""
     if guest.group == production.group:
         return guest.idle_class and not production.idle_class
-    return ranks_below(guest.group, production.group, cgroups=cgroups)
+    return has_lower_priority(guest.group, production.group, cgroups=cgroups)
 
 
 def hierarchies(cgroups: Path = CGROUPS) -> tuple[Path, ...]:

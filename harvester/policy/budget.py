@@ -76,7 +76,7 @@ class Ring(msgspec.Struct, kw_only=True):
             if not getattr(self, name):
                 setattr(self, name, [0] * size)
         if not self.period_s > 0 or not size or any(len(each) != size for each in self._counts):
-            raise ValueError("a ring needs a period and as many of each count")
+            raise ValueError("a ring needs a period, and all of its counts the same length")
 
     @property
     def _counts(self) -> tuple[list[float], ...]:

@@ -145,7 +145,7 @@ class MedianTest(msgspec.Struct, kw_only=True):
         self.variance = max(_LEAST_VARIANCE, self.variance)
 
 
-TAILS = (1.0, 2.0), (3.0, 3.0), (10.0, 10.0)
+THRESHOLD_BETS = (1.0, 2.0), (3.0, 3.0), (10.0, 10.0)
 """Granted requests' rate over the rate of the past, and over that of withheld requests: for harm
 that has lasted, and for harm that has just begun."""
 _PRIOR_REQUESTS = 100.0
@@ -168,10 +168,10 @@ class SideCounts(msgspec.Struct, kw_only=True):
         self.above = _MEMORY * self.above + above
 
 
-class TailTest(msgspec.Struct, kw_only=True):
+class ThresholdTest(msgspec.Struct, kw_only=True):
     """Whether more requests beside the guest exceed a threshold that was fixed before the slice."""
 
-    wealths: list[BetWealth] = msgspec.field(default_factory=lambda: bets(len(TAILS)))
+    wealths: list[BetWealth] = msgspec.field(default_factory=lambda: bets(len(THRESHOLD_BETS)))
     past: SideCounts = msgspec.field(default_factory=SideCounts)
     dispersion: float = 1.0
     """Variance of a granted slice's count over that of independent requests; 1 or above."""
@@ -183,7 +183,7 @@ class TailTest(msgspec.Struct, kw_only=True):
         self, *, requests: float, above: float, withheld: bool, share: float, slice_s: float
     ) -> None:
         rate = (self.past.above + 1.0) / (self.past.requests + _PRIOR_REQUESTS)
-        for (rise, ratio), wealth in zip(TAILS, self.wealths, strict=True):
+        for (rise, ratio), wealth in zip(THRESHOLD_BETS, self.wealths, strict=True):
             high = min(_MOST_RATE, max(_LEAST_RATE, rise * rate))
             low = high / ratio
             log_odds = above * math.log(low / high)

@@ -1,8 +1,8 @@
 """Forecast of the share of the next seconds to minutes in which one slot's production is idle.
 
-    expert     expects a level: a recent mean, or what this phase of the day, of the hour or of five
+    expert     expects a share: a recent mean, or what this phase of the day, of the hour or of five
                minutes had on average
-    quantiles  level + what outcomes were above such a level before (`residuals`)
+    quantiles  this share + what outcomes were above such a share before (`residuals`)
     forecast   the experts' quantiles, mixed and calibrated (`expert_mixture`)
 
 It learns from the slot's own history alone, each outcome once its window has passed. Time that was
@@ -74,7 +74,7 @@ class _Example:
     wall_s: float
     idle_s: float
     known_s: float
-    levels: tuple[float | None, ...]
+    expectations: tuple[float | None, ...]
     predictions: tuple[tuple[float, ...] | None, ...]
     mixed: tuple[float, ...]
 
@@ -122,30 +122,30 @@ class _Horizon:
         due_s = waiting[-1].begun_s + self.horizon_s / _EXAMPLES if waiting else now
         # A mean of a few seconds would teach residuals that are no longer met.
         if means is not None and now >= due_s and known_s >= self.horizon_s:
-            levels, predictions, mixed = self._mix(means, wall_s)
-            waiting.append(_Example(now, wall_s, idle_s, known_s, levels, predictions, mixed))
+            expectations, predictions, mixed = self._mix(means, wall_s)
+            waiting.append(_Example(now, wall_s, idle_s, known_s, expectations, predictions, mixed))
 
     def _mix(
         self, means: Sequence[float], wall_s: float
     ) -> tuple[tuple[float | None, ...], tuple[tuple[float, ...] | None, ...], tuple[float, ...]]:
-        """The experts' levels, their quantiles, and these mixed."""
+        """The experts' expectations, their quantiles, and these mixed."""
         seasonal = (
             profile.means[phase] if profile.counts[phase := _phase(wall_s, season)] else None
             for season, profile in zip(_SEASONS, self.profiles, strict=True)
         )
-        levels = (*means[self._skipped :], *seasonal)
+        expectations = (*means[self._skipped :], *seasonal)
         predictions = tuple(
-            None if level is None else residuals.quantiles(level)
-            for level, residuals in zip(levels, self._residuals, strict=True)
+            None if expected is None else residuals.quantiles(expected)
+            for expected, residuals in zip(expectations, self._residuals, strict=True)
         )
-        return levels, predictions, self._mixture.mix(predictions)
+        return expectations, predictions, self._mixture.mix(predictions)
 
     def _learn(self, example: _Example, outcome: float) -> None:
         self._outcomes += 1
         self._mixture.observe(example.predictions, example.mixed, outcome)
-        for level, residuals in zip(example.levels, self._residuals, strict=True):
-            if level is not None:
-                residuals.add(outcome - level, level=level)
+        for expected, residuals in zip(example.expectations, self._residuals, strict=True):
+            if expected is not None:
+                residuals.add(outcome - expected, expected=expected)
         for season, profile in zip(_SEASONS, self.profiles, strict=True):
             period_s, phases = season
             phase = _phase(example.wall_s, season)

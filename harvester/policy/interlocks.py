@@ -41,8 +41,8 @@ class AlertMatcher:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        wanted = {_NAME: self.name, **self.labels}
-        return all(labels.get(name) == value for name, value in wanted.items())
+        required = {_NAME: self.name, **self.labels}
+        return all(labels.get(name) == value for name, value in required.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

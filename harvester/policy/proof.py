@@ -19,7 +19,7 @@ from harvester.policy.harm_test import (
     SUSPICION_OF_NEWCOMER,
     BetWealth,
     MedianTest,
-    TailTest,
+    ThresholdTest,
 )
 from harvester.policy.settings import ProofSettings
 
@@ -134,8 +134,8 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
     recent_s: list[float] = []
     """Recent latencies beside the guest."""
     median: MedianTest = msgspec.field(default_factory=MedianTest)
-    p99: TailTest = msgspec.field(default_factory=TailTest)
-    slo: TailTest = msgspec.field(default_factory=TailTest)
+    p99: ThresholdTest = msgspec.field(default_factory=ThresholdTest)
+    slo: ThresholdTest = msgspec.field(default_factory=ThresholdTest)
 
     def p99_s(self, *, allowed: float) -> float:
         """The P99 without harm if the allowed harm happens; 0 while unknown."""

@@ -1,6 +1,6 @@
-"""How far outcomes were above an expected level, as quantiles: for any level, and near this one.
+"""How far outcomes were above an expected share, as quantiles: for any share, and near this one.
 
-Residuals near a level of 0 or 1 lie on one side; residuals of a level that bursts are spread wide.
+Residuals near a share of 0 or 1 lie on one side; residuals of a share that bursts are spread wide.
 So each is kept in the window of all and in the window of the nearest knot, and both count. Memory
 is bounded; the oldest residuals go first.
 """
@@ -19,7 +19,7 @@ _NEAR = 64
 _PIECES = 6
 """Knots lie a sixth apart: idle, busy and five kinds of mixture, each visited often enough."""
 _PRIOR = 16.0
-"""Weight of the residuals of all levels beside those near one, as a number of residuals: a knot
+"""Weight of the residuals of all shares beside those near one, as a number of residuals: a knot
 counts as much as all others once it has 16, and four times as much when it is full."""
 _UNKNOWN = tuple(0.8 * (quantile - 0.5) for quantile in QUANTILES)
 """Quantiles without a residual: wide, though not the whole range."""
@@ -68,19 +68,19 @@ class ResidualWindow:
 
 
 class Residuals:
-    """Residuals of one expert's levels, which lie in [0, 1]."""
+    """Residuals of one expert's expectations, which lie in [0, 1]."""
 
     def __init__(self, *, overlap: float) -> None:
         self._all = ResidualWindow(_ALL, overlap=overlap)
         self._near = tuple(ResidualWindow(_NEAR) for _ in range(_PIECES + 1))
 
-    def add(self, residual: float, *, level: float) -> None:
+    def add(self, residual: float, *, expected: float) -> None:
         self._all.add(residual)
-        self._near[round(level * _PIECES)].add(residual)
+        self._near[round(expected * _PIECES)].add(residual)
 
-    def quantiles(self, level: float) -> tuple[float, ...]:
-        """Quantiles of the outcome where `level` is expected, each in [0, 1]."""
-        place = level * _PIECES
+    def quantiles(self, expected: float) -> tuple[float, ...]:
+        """Quantiles of the outcome where `expected` is the mean, each in [0, 1]."""
+        place = expected * _PIECES
         left = min(int(place), _PIECES - 1)
         lower, upper = self._near[left], self._near[left + 1]
         # A knot's share falls in a line to the next knot.
@@ -95,7 +95,7 @@ class Residuals:
         )
         return tuple(
             [
-                min(1.0, max(0.0, level + (_PRIOR * prior + below * low + above * high) / total))
+                min(1.0, max(0.0, expected + (_PRIOR * prior + below * low + above * high) / total))
                 for prior, low, high in parts
             ]
         )

@@ -127,7 +127,7 @@ class DedicatedTurns:
     async def _adopt(self, engine: EngineId) -> _Adopted:
         # The gateway may answer meanwhile, and name other engines.
         if (listed := self._watch.engines.get(engine)) is None:
-            raise EngineLost("the gateway names it no more")
+            raise EngineLost("the gateway lists the engine no more")
         client = EngineClient(
             self._session(),
             listed.url,
@@ -144,7 +144,7 @@ class DedicatedTurns:
             # Also refuses first weights once the job has published: the engine was restarted, or
             # the job trains an adapter, which the client does not request.
             found = f"weights of {held.store}" if held.store else "its first weights"
-            raise EngineLost(f"it holds {found}, not of {self._watch.store}")
+            raise EngineLost(f"the engine holds {found}, not of {self._watch.store}")
         if (adopted := self._adopted.get(engine)) is not None:
             # Another turn adopted the engine meanwhile; each client keeps its own connections.
             return adopted
@@ -175,4 +175,4 @@ class DedicatedTurns:
                         )
                         await anext(choices, None)
                         return
-        raise EngineLost("it aborted the turn")
+        raise EngineLost("the engine aborted the turn")

@@ -114,4 +114,4 @@ class GatewayTurn:
         """The gateway sampled again: the client's tokens are the turn, and the gateway's may
         end."""
         self._known = _ANOTHER
-        raise Interrupted("the gateway's turn does not begin with the tokens that are here")
+        raise Interrupted("the gateway's turn does not begin with the client's tokens")

@@ -24,10 +24,10 @@ from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
+    AnnouncedVersion,
     Choice,
     FinishReason,
     OnInterrupt,
-    PublishedVersion,
     SamplingParams,
     VersionPin,
     VersionSwitched,
@@ -221,7 +221,7 @@ class AsyncRolloutClient:
         """A version was published to `store`; returns when every dedicated engine serves it, or at
         once, with `active` false, where they serve another job. `state_hash`: its publisher's, so
         that no other run's version is taken for it."""
-        published = PublishedVersion(
+        published = AnnouncedVersion(
             version=WeightVersion(version),
             store=store,
             state_hash=state_hash,

@@ -27,7 +27,7 @@ class AbortRequests(msgspec.Struct, frozen=True):
     request_ids: tuple[str, ...] | None = None
 
 
-class AbortRequest(msgspec.Struct, frozen=True):
+class SglangAbort(msgspec.Struct, frozen=True):
     rid: str | None = None
     abort_all: bool = False
 
@@ -70,7 +70,7 @@ class AbortRoutes:
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
-        meant = await decoded_body(request, AbortRequest, most_bytes=SMALL_BODY_BYTES)
+        meant = await decoded_body(request, SglangAbort, most_bytes=SMALL_BODY_BYTES)
         if not meant.rid and not meant.abort_all:
             raise PeerProtocolError("rid: name the request to abort, or send abort_all: true")
         return await self._abort(job, None if meant.abort_all else (meant.rid or "",))

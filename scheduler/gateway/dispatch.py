@@ -144,8 +144,8 @@ class Dispatcher:
             if done:
                 return waiting.result()
             now = self._clock.now()
-            held = self.policy.holds(arrived.turn)
-            may_serve = held or self.policy.may_serve(arrived, unfit=unfit)
+            deferred = self.policy.defers(arrived.turn)
+            may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
             if may_serve or self.waits_for_permit(arrived.job):
                 wait.servable_s = now
             if now - wait.servable_s >= self._queue_s:

@@ -291,7 +291,7 @@ class EngineFleet:
             raise
 
     async def settled(
-        self, wanted: JobVersion, *, timeout_s: float, patience_s: float = math.inf
+        self, target: JobVersion, *, timeout_s: float, patience_s: float = math.inf
     ) -> bool:
         """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
         which another store of the same number does too, or all that do not serve it cannot load it
@@ -299,13 +299,13 @@ class EngineFleet:
         until_s = self._clock.now() + patience_s
         try:
             async with asyncio.timeout(timeout_s):
-                while self.policy.target == wanted and not self.policy.settled:
+                while self.policy.target == target and not self.policy.settled:
                     if self.policy.failing and self._clock.now() >= until_s:
                         return False
                     await self._changed.wait()
         except TimeoutError:
             return False
-        return self.policy.target == wanted
+        return self.policy.target == target
 
     async def close(self) -> None:
         tasks = [*self._tasks]

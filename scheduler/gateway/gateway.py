@@ -33,9 +33,9 @@ from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
+    AnnouncedVersion,
     GenerateReply,
     GenerateRequest,
-    PublishedVersion,
     VersionSwitched,
 )
 from harvester.contracts.wire.stops import StopRequest
@@ -67,7 +67,7 @@ from scheduler.gateway.dialects.text_routes import (
 from scheduler.gateway.dialects.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.dialects.weight_sync import WeightSyncRoutes
 from scheduler.gateway.engines.engine_faults import RequestRefused
-from scheduler.gateway.gateway_status import render_metrics, status
+from scheduler.gateway.gateway_status import render_metrics, status_of
 from scheduler.gateway.job_paths import (
     JOB_OF_MODEL,
     SHOWN_CHARS,
@@ -287,12 +287,12 @@ class Gateway:
             return
         why = f"model: {model[:SHOWN_CHARS]!r} is not what job {job} trains; "
         if self._scheduler.may_meet_other_models():
-            raise Exhausted(f"{why}nor is any engine's model known yet")
+            raise Exhausted(f"{why}and no engine's model is known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request)
-        published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
+        published = await decoded_body(request, AnnouncedVersion, most_bytes=SMALL_BODY_BYTES)
         engines = await self._scheduler.versions.publish(
             VersionPublished(
                 job=job,
@@ -334,24 +334,24 @@ class Gateway:
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job(request)
-        wanted = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
-        if wanted.for_s is not None and not wanted.enabled:
-            raise PeerProtocolError("for_s: goes with enabled: true")
-        recorded = self._scheduler.switches.set(job, switch, on=wanted.enabled, for_s=wanted.for_s)
-        body = {"job": job, switch.value: wanted.enabled}
+        given = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
+        if given.for_s is not None and not given.enabled:
+            raise PeerProtocolError("for_s: send it with enabled: true alone")
+        recorded = self._scheduler.switches.set(job, switch, on=given.enabled, for_s=given.for_s)
+        body = {"job": job, switch.value: given.enabled}
         return json_reply(body if recorded else body | {"recorded": False})
 
     async def _stop(self, request: web.Request) -> web.Response:
         if self._tenant(request) is not None:
             raise web.HTTPForbidden(reason=f"send the token of {OPERATOR}")
-        wanted = await decoded_body(request, StopRequest, most_bytes=SMALL_BODY_BYTES)
-        reply = await self._scheduler.harvest.stops.order(wanted)
+        requested = await decoded_body(request, StopRequest, most_bytes=SMALL_BODY_BYTES)
+        reply = await self._scheduler.harvest.stops.order(requested)
         self._scheduler.harvest.wake()
         return json_reply(reply)
 
     async def _status(self, request: web.Request) -> web.Response:
         tenant = self._tenant(request, observes=True)
-        return json_reply(status(self._scheduler, now=self._clock.now(), tenant=tenant))
+        return json_reply(status_of(self._scheduler, now=self._clock.now(), tenant=tenant))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if self._tenant(request, observes=True) is not None:

@@ -23,10 +23,8 @@ class GatewayMetrics:
         self._info = self._gauge("build_info", "Always 1; the version is a label.", ["version"])
         self._info.labels(rosemux_version()).set(1)
         self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
-        self.turns_held = self._gauge("turns_held", "Turns whose pin no engine meets yet.", job)
-        self.turns_running = self._gauge(
-            "turns_running", "Turns on an engine (dedicated, guest).", engine
-        )
+        self.turns_deferred = self._gauge("turns_deferred", "Turns whose pin no engine meets.", job)
+        self.turns_running = self._gauge("turns_running", "Turns on an engine.", engine)
         self.turns = self._counter("turns", "Turns ended, by outcome.", ["rl_job", "outcome"])
         self.interruptions = self._counter(
             "interruptions",

@@ -17,7 +17,7 @@ from scheduler.gateway.policy.budget_ledger import (
     BudgetLedger,
     HourKey,
     LifeKey,
-    ServiceHour,
+    SharedHour,
     SlotAccount,
 )
 from scheduler.gateway.policy.versions_events import VersionPublished
@@ -182,7 +182,7 @@ class SchedulerState:
             for lease, slot, agent, job, epoch in rows
         ]
 
-    def hold(self, lease: Lease) -> None:
+    def keep_lease(self, lease: Lease) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO leases (lease, slot, agent, job, epoch) VALUES (?, ?, ?, ?, ?)",
             (lease.lease, lease.slot, lease.agent, lease.job, lease.epoch),
@@ -211,7 +211,7 @@ class SchedulerState:
                 for service, life, account in accounts
             },
             {
-                HourKey(service, hour): msgspec.msgpack.decode(counts, type=ServiceHour)
+                HourKey(service, hour): msgspec.msgpack.decode(counts, type=SharedHour)
                 for service, hour, counts in hours
             },
         )
@@ -224,7 +224,7 @@ class SchedulerState:
             self._db.execute("INSERT OR REPLACE INTO budget_time VALUES (1, ?)", (at_s,))
             for key in ledger.changed:
                 where = msgspec.structs.astuple(key)
-                value: SlotAccount | ServiceHour | None
+                value: SlotAccount | SharedHour | None
                 if isinstance(key, HourKey):
                     table, column, value = "hours", "hour", ledger.hours.get(key)
                 else:

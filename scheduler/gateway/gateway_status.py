@@ -15,7 +15,7 @@ from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.scheduler import Scheduler
 
 
-def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
+def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
     """Engines, jobs, queue, leases and counters; times are seconds from now.
 
     For a `tenant` its own jobs and their leases, and the engines unless they serve another's job,
@@ -33,7 +33,7 @@ def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> Ga
         target_version=target.version if target else None,
         settled=policy.settled,
         queued_turns=sum(map(routing.queued_turns_of, jobs)),
-        held_turns=sum(map(routing.held_turns_of, jobs)),
+        deferred_turns=sum(map(routing.deferred_turns_of, jobs)),
         placed_turns=sum(map(routing.open_turns_of, jobs)),
         dispatched=dict(scheduler.dispatcher.dispatched) if sees_all else {},
         engines={
@@ -137,7 +137,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
     for job, ledger in scheduler.ledgers.items():
         published = policy.published(job)
         metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
-        metrics.turns_held.labels(job).set(routing.held_turns_of(job))
+        metrics.turns_deferred.labels(job).set(routing.deferred_turns_of(job))
         metrics.version.labels(job).set(published.version if published else 0)
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)

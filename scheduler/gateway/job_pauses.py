@@ -21,13 +21,13 @@ class PauseMode(StrEnum):
     """Turns leave their engines and go on from their tokens after the pause."""
 
 
-class JobPauses:
+class PauseControl:
     def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._resumed = asyncio.Event()
 
-    def holds(self, job: JobId) -> bool:
+    def is_paused(self, job: JobId) -> bool:
         return self._dispatcher.policy.is_paused(job)
 
     def begin(self, job: JobId) -> None:
@@ -43,7 +43,7 @@ class JobPauses:
     async def emptied(self, job: JobId, *, cut: bool) -> None:
         """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: turns
         that can go on from their output leave at once; the others are not waited for."""
-        while self.holds(job):
+        while self.is_paused(job):
             on_engines = [
                 running
                 for member in self._fleet.members.values()

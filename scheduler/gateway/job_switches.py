@@ -74,7 +74,7 @@ class JobSwitches:
     def expire(self, *, now: float) -> None:
         """Turns expired switches off and retries records that failed."""
         for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
-            _log.warning("job %s: %s goes off, it was not renewed", job, switch)
+            _log.warning("job %s: %s goes off: it was not renewed", job, switch)
             self.set(job, switch, on=False)
         for key in sorted(self.unrecorded):
             if not self._record(key, on=False):

@@ -95,7 +95,7 @@ class JobVersions:
         """
         job, store, version = published.job, published.store, published.version
         self._check_store(job, store)
-        policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
+        policy, target = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
                 # A trainer that goes on after this would get the other run's samples.
@@ -105,10 +105,10 @@ class JobVersions:
                 await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
             if self._takes_engines(job):
-                await self._staging.prepare(wanted, patience_s=SHOWN_S)
+                await self._staging.prepare(target, patience_s=SHOWN_S)
             self._check_store(job, store)  # Another tenant may have published it meanwhile.
             serves = self._takes_engines(job)
-            new = wanted != policy.published(job)
+            new = target != policy.published(job)
             owns = self._owners.remembers(job, store)
             resumes = new or bool(published.state_hash)
             record = partial(
@@ -123,7 +123,7 @@ class JobVersions:
                 line = "job %s: version %d of store %s is announced%s"
                 _log.info(line, job, version, store, "" if serves else "; the job is not active")
             if serves:
-                await self._settle(wanted, patience_s=SHOWN_S)
+                await self._settle(target, patience_s=SHOWN_S)
         return policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(
@@ -188,20 +188,20 @@ class JobVersions:
         """Time for which the job's newest version may yet come to be seen by engines."""
         return self._announced_s.get(job, -math.inf) + SHOWN_S - self._clock.now()
 
-    async def _settle(self, wanted: JobVersion, *, patience_s: float) -> None:
-        if not await self._fleet.settled(wanted, timeout_s=self._publish_s, patience_s=patience_s):
-            states = self._fleet.policy.switch_states(wanted.job, wanted.version)
+    async def _settle(self, target: JobVersion, *, patience_s: float) -> None:
+        if not await self._fleet.settled(target, timeout_s=self._publish_s, patience_s=patience_s):
+            states = self._fleet.policy.switch_states(target.job, target.version)
             late = [
                 f"engine {engine} is catching up"
                 for engine, member in self._fleet.members.items()
                 if member.engine.kind is EngineKind.DEDICATED
                 and not member.fault
                 and states.get(engine) is VersionSwitchState.CATCHING_UP
-                and self._sees_engines(wanted.job)
+                and self._sees_engines(target.job)
             ]
             raise Exhausted(
-                f"version {wanted.version} of {wanted.job} is not served by every dedicated engine"
-                + "; ".join(["", *self.faults(wanted.job), *late])
+                f"version {target.version} of {target.job} is not served by every dedicated engine"
+                + "; ".join(["", *self.faults(target.job), *late])
             )
 
     @contextmanager

@@ -205,10 +205,10 @@ class OpenTurns:
             held.listeners.append(listener)
             if held.turn.token_ids:
                 listener()
-        heard = False
+        received = False
         try:
             await asyncio.wait((held.task,))
-            heard = True
+            received = True
             if held.aborted and held.task.cancelled():
                 return held.turn, None
             return held.turn, held.task.result()
@@ -220,7 +220,7 @@ class OpenTurns:
                 self._answered.left(self._tenant, request, now=self._clock.now())
             if listener is not None:
                 held.listeners.remove(listener)
-            if heard:
+            if received:
                 self._forget(held)
                 if not held.clients:
                     # The task's error refers back to here, by the frames that it passed.

@@ -9,15 +9,15 @@ from typing import Any
 from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
+    AnnouncedVersion,
     GenerateReply,
     GenerateRequest,
-    PublishedVersion,
     VersionSwitched,
 )
 from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.platform.openapi_document import JSON, PATH, TEXT, Operation, Parameter
 from harvester.platform.openapi_document import document as openapi_document
-from scheduler.gateway.abort_routes import Aborted, AbortRequest, AbortRequests, FinishSession
+from scheduler.gateway.abort_routes import Aborted, AbortRequests, FinishSession, SglangAbort
 from scheduler.gateway.dialects import tinker_routes, weight_sync
 from scheduler.gateway.dialects.engine_list_routes import (
     LoadedWeights,
@@ -156,7 +156,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /abort_requests": Operation(
         "End turns by name; without names, all of the job", AbortRequests, Aborted
     ),
-    "POST /abort_request": Operation("End turns, as SGLang's", AbortRequest, Aborted),
+    "POST /abort_request": Operation("End turns, as SGLang's", SglangAbort, Aborted),
     **{
         f"POST /{name}": Operation(
             "The end of a trajectory",
@@ -187,7 +187,7 @@ OPERATIONS: Mapping[str, Operation] = {
         for path in ("healthz", "get_server_capabilities", "samplers/{sampler}")
     },
     "POST /v1/jobs/{job}/versions": Operation(
-        "A version was published", PublishedVersion, VersionSwitched, refuses=_NEW_VERSION
+        "A version was published", AnnouncedVersion, VersionSwitched, refuses=_NEW_VERSION
     ),
     "POST /v1/jobs/{job}/activate": Operation(
         "Serve this job from now on", None, VersionSwitched, refuses=(*_NEW_VERSION, 408, 413)

@@ -174,7 +174,7 @@ def _kept(
             raise PeerProtocolError(f"{where}{name}: {rule.instead}")
         if rule is None and name not in honoured:
             if not where and name in _Sampling.__struct_fields__:
-                raise PeerProtocolError(f"{name}: it belongs in sampling_params")
+                raise PeerProtocolError(f"{name}: send it in sampling_params")
             raise no_such_field(name, honoured, where)
     # Null is omitted, since it is vLLM's default for every field, unless null has a meaning: no
     # log-probabilities differs from the default.

@@ -28,7 +28,7 @@ from scheduler.gateway.engines.engine_connections import EngineConnections
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.job_pauses import JobPauses, PauseMode
+from scheduler.gateway.job_pauses import PauseControl, PauseMode
 from scheduler.gateway.job_switches import JobSwitches, Switch
 from scheduler.gateway.job_versions import JobVersions
 from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
@@ -118,7 +118,7 @@ class Scheduler:
         self.runner.on_left = self._count_tokens
         self.runner.returns_partial = self._returns_partial
         self.runner.on_interrupted = self._count_interruption
-        self.pauses = JobPauses(self.fleet, self.dispatcher)
+        self.pauses = PauseControl(self.fleet, self.dispatcher)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
@@ -348,7 +348,7 @@ class Scheduler:
         self.pauses.end(job)
 
     def is_paused(self, job: JobId) -> bool:
-        return self.pauses.holds(job)
+        return self.pauses.is_paused(job)
 
     async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
         """Aborts the open turns of a trajectory and forgets where its prefix is; returns the number

@@ -141,7 +141,7 @@ class Timeouts(FrozenSettings):
     """A turn that no engine could serve for this long is refused. While engines serve its job it
     waits as long as its client does: a synchronous step asks for its whole batch at once."""
     pin_s: Annotated[float, Field(ge=0, le=MAX_PIN_WAIT_S)] = 60.0
-    """A turn whose version pin no engine meets yet is held for this long and then refused with 409;
+    """A turn whose version pin no engine meets yet is deferred for this long, then refused (409);
     its own `wait_s` overrides this. 0 refuses at once."""
     stuck_s: Seconds = 600.0
     """A turn without a token for this long, over all attempts, ends with its tokens so far."""
@@ -236,7 +236,7 @@ class GatewaySettings(FrozenSettings):
         if sum(job.active for job in self.jobs) > 1:
             raise ValueError("only one job can be active")
         if taken := {job.tenant for job in self.jobs} & {OPERATOR, OBSERVER}:
-            raise ValueError(f"{min(taken)} is the name of a role; give the tenant another")
+            raise ValueError(f"{min(taken)} is the name of a role; rename the tenant")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         if not self.engines and not self.agents:

@@ -26,7 +26,7 @@ class VersionStaging:
         self._clock = clock
         self._lock = asyncio.Lock()
 
-    async def prepare(self, wanted: JobVersion, *, patience_s: float) -> None:
+    async def prepare(self, target: JobVersion, *, patience_s: float) -> None:
         """Waits only for dedicated engines, and not for long: preparation only shortens the switch.
         A version that the policy would refuse is not prepared.
 
@@ -37,28 +37,28 @@ class VersionStaging:
         while True:
             # For one try: a version that no engine can load holds up no other.
             async with self._lock:
-                if not self._is_next(wanted):
+                if not self._is_next(target):
                     return
                 if until_s == math.inf:
                     until_s = self._clock.now() + patience_s
-                    self._staging(wanted, EngineKind.GUEST)
-                replies = await asyncio.gather(*self._staging(wanted, EngineKind.DEDICATED))
+                    self._staging(target, EngineKind.GUEST)
+                replies = await asyncio.gather(*self._staging(target, EngineKind.DEDICATED))
             faults = [each.fault for each in replies]
             if not faults or not all(faults):
                 return
             if self._clock.now() >= until_s:
-                what = f"no engine can load version {wanted.version} of store {wanted.store}"
+                what = f"no engine can load version {target.version} of store {target.store}"
                 raise Exhausted(f"nothing was changed: {what}: {faults[0]}")
             await asyncio.sleep(STAGE_AGAIN_S)
 
-    def _is_next(self, wanted: JobVersion) -> bool:
+    def _is_next(self, target: JobVersion) -> bool:
         """Whether the version is still next: neither overtaken, refused nor loaded."""
         policy = self._fleet.policy
-        return bool(wanted.version) and wanted != policy.target and not policy.refusal(wanted)
+        return bool(target.version) and target != policy.target and not policy.refusal(target)
 
-    def _staging(self, wanted: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
-        held = HeldWeights(wanted.store, wanted.version)
-        adapter = self._fleet.adapter_of(wanted.job)
+    def _staging(self, target: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
+        held = HeldWeights(target.store, target.version)
+        adapter = self._fleet.adapter_of(target.job)
         return [
             self._fleet.spawn(member.client.stage(held, timeout_s=STAGE_S, adapter=adapter))
             for member in self._fleet.members.values()

@@ -85,9 +85,7 @@ def replay_journal(path: Path) -> Replayed:
 
 def _open(line: Opened, path: Path, number: int) -> Policy:
     if config_hash(line.config) != line.config_hash:
-        raise Corrupt(
-            f"{path.name} line {number}: configuration and its hash do not belong together"
-        )
+        raise Corrupt(f"{path.name} line {number}: the hash is not that of the configuration")
     try:
         policy = build_policy(line.policy, line.config)
         if line.snapshot is not None:

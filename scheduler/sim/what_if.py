@@ -31,7 +31,7 @@ GATE_SETTINGS = frozenset(
 
 
 @dataclass(slots=True)
-class Account:
+class TimeAccount:
     """Time under one configuration, in s."""
 
     grantable_s: float = 0.0
@@ -51,8 +51,8 @@ class Account:
 @dataclass(slots=True)
 class WhatIf:
     slot: str
-    recorded: Account = field(default_factory=Account)
-    changed: Account = field(default_factory=Account)
+    recorded: TimeAccount = field(default_factory=TimeAccount)
+    changed: TimeAccount = field(default_factory=TimeAccount)
     decisions: int = 0
     begins: str = ""
     """Wall time of the first decision."""
@@ -104,7 +104,7 @@ class _Run:
         """The recorded policy begins with what it remembered; the other keeps its own memory over a
         reload and a new file, and takes the recorded one after a restart."""
         if line.policy != SlotPolicy.NAME:
-            raise Unsupported(f"{where}: a journal of {line.policy}; what-if is for a slot's")
+            raise Unsupported(f"{where}: a journal of {line.policy}, not of a slot")
         snapshot = line.snapshot or {}
         try:
             self._recorded = SlotPolicy.from_config(line.config)

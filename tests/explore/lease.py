@@ -57,7 +57,7 @@ from scheduler.gateway.policy.capacity import (
     CapacitySample,
     Demand,
     DropLease,
-    OfferedSlot,
+    LeasableSlot,
     ReleaseLease,
     RenewLease,
     SlotRefusal,
@@ -268,7 +268,7 @@ class Gateway:
             running=0,
             dedicated_places=0,
         )
-        offered = OfferedSlot(slot=SLOT, agent=AGENT, free=free, emptied=emptied)
+        offered = LeasableSlot(slot=SLOT, agent=AGENT, free=free, emptied=emptied)
         sample = CapacitySample(
             demands=(demand,),
             slots=() if silent else (offered,),

@@ -32,7 +32,7 @@ from scheduler.rollmux.control.wire import (
     ControlUnreachable,
     Ended,
     Granted,
-    PermitState,
+    PermitSnapshot,
     Waiting,
     decoded_reply,
 )
@@ -728,7 +728,7 @@ class PermitModel:
         reply = decoded_reply(encoded)
         if (
             isinstance(message, Beat)
-            and isinstance(reply, PermitState)
+            and isinstance(reply, PermitSnapshot)
             and message.epoch in world.ended
         ):
             raise Broken(f"epoch {message.epoch} has orders after its end")

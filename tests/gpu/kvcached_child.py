@@ -16,7 +16,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from coserve.vllm.kv_shared import KvShared
+from coserve.vllm.kv_shared import KvcachedLimit
 from coserve.vllm.launch import SEGMENT_VARIABLE
 from harvester.platform.kv_segment import KvSegment
 from tests.contract.coserve.fake_kvcached import (
@@ -100,7 +100,7 @@ class Commands:
 
     def start(self, blocks: str) -> dict[str, Any]:
         self._pool = self._device.pool(int(blocks), self._segment)
-        self._shared = KvShared(self._pool, tokens_per_block=PER_BLOCK, segment=self._segment)
+        self._shared = KvcachedLimit(self._pool, tokens_per_block=PER_BLOCK, segment=self._segment)
         manager = self._pool.kv_cache_manager
         return {
             "blocks_per_page": manager.page_size // manager.block_mem_size,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from coserve.vllm.launch import SEGMENT_VARIABLE
-from harvester.agent.shared_memory import SharedKv
+from harvester.agent.shared_memory import SegmentPair
 from harvester.contracts.clock import MonotonicClock
 from harvester.platform.kv_segment import KvSegment, KvUse
 from tests.gpu.child import Child
@@ -104,7 +104,7 @@ def test_each_engine_s_segment_says_what_it_has_mapped(engines: tuple[Engine, En
     assert (TAKEN_PAGES - 1) * bundle <= taken <= (TAKEN_PAGES + 1) * bundle
     mapped = after.mapped_bytes - before.mapped_bytes
     assert abs(free_bytes - left_bytes - mapped) <= bundle, "it is memory of the device"
-    shared = SharedKv((production.segment,), guest.segment, total_bytes=1 << 40)
+    shared = SegmentPair((production.segment,), guest.segment, total_bytes=1 << 40)
     reading = shared.read()
     assert reading.used_bytes == production.use().mapped_bytes + guest.use().mapped_bytes
     assert shared.read_guest().mapped_bytes == guest.use().mapped_bytes

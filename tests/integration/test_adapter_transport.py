@@ -49,6 +49,6 @@ def test_a_configuration_that_was_changed_on_the_way_is_refused(root: Path) -> N
     config.write_bytes(config.read_bytes().replace(b"8", b"9"))
     with served(root) as url:
         stores = AdapterStores(StoreRoot(url, HASTY))
-        with pytest.raises(Corrupt, match="is not what was published"):
+        with pytest.raises(Corrupt, match="differs from the published"):
             stores.copied("lora", WeightVersion(2), None)
         stores.close()

@@ -266,7 +266,7 @@ def test_sighup_takes_a_good_configuration_and_keeps_the_old_one_for_a_bad_one(
     wait_for(lambda: (r := agent.reading().record) and r.step_tokens_cap == 77)
     agent.config.write_text(text.replace("cooldown_s", "cooldwon_s"))
     agent.process.send_signal(signal.SIGHUP)
-    assert "cooldwon_s" in agent.line("old one stays: (.*)").group(1)
+    assert "cooldwon_s" in agent.line("previous one stays in force: (.*)").group(1)
     record = agent.reading().record
     assert record is not None
     assert record.step_tokens_cap == 77
@@ -279,7 +279,7 @@ def test_a_reload_says_what_waits_for_a_restart_and_takes_over_the_rest(
     text = text.replace("port: 0", "port: 1").replace("cooldown_s: 0.3", "step_tokens_max: 78")
     agent.config.write_text(text.replace("mode: harvest", "mode: harvest\nlease_ttl_s: 9"))
     agent.process.send_signal(signal.SIGHUP)
-    waiting = agent.line("needs a restart: (.*)").group(1)
+    waiting = agent.line("fields that need a restart of the agent: (.*)").group(1)
     assert waiting.strip() == "http.port, lease_ttl_s"
     wait_for(lambda: (r := agent.reading().record) and r.step_tokens_cap == 78)
     said = agent.call("GET", "/v1/slots")["restart_needed"]

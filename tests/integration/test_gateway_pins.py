@@ -63,8 +63,8 @@ async def until(holds: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-def held_turns(gateway: GatewayInProcess) -> int:
-    return gateway.scheduler.dispatcher.policy.held_turns_of(JobId("job"))
+def deferred_turns(gateway: GatewayInProcess) -> int:
+    return gateway.scheduler.dispatcher.policy.deferred_turns_of(JobId("job"))
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -73,7 +73,7 @@ async def test_a_pin_of_slime_and_miles_waits_for_its_version_on_every_route(rou
         await gateway.publish(1)
         pin = {"min_version": 2, "exact_version": None}
         turn = asyncio.create_task(gateway.post(route, body_for(route, weight_version=pin)))
-        await until(lambda: held_turns(gateway) == 1)
+        await until(lambda: deferred_turns(gateway) == 1)
         await gateway.publish(2)
         status, reply = await turn
     assert status == 200
@@ -135,11 +135,11 @@ async def test_a_hold_outlasts_the_wait_for_an_engine_and_ends_with_its_client()
     async with gateway_on(fake(), timeouts=timeouts) as gateway:
         await gateway.publish(1)
         turn = asyncio.create_task(gateway.generate("r", 3, weight_version={"exact": 2}))
-        await until(lambda: held_turns(gateway) == 1)
+        await until(lambda: deferred_turns(gateway) == 1)
         done, _ = await asyncio.wait((turn,), timeout=0.6)
         assert not done
         turn.cancel()
-        await until(lambda: held_turns(gateway) == 0)
+        await until(lambda: deferred_turns(gateway) == 0)
 
 
 async def test_a_lag_counts_from_the_newest_version_at_the_turns_arrival() -> None:

@@ -80,7 +80,7 @@ async def test_a_token_request_for_another_model_gets_vllm_s_status() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"max_new_tokens": 4}, "max_new_tokens: it belongs in sampling_params"),
+        ({"max_new_tokens": 4}, "max_new_tokens: send it in sampling_params"),
         ({"sampling_params": {"max_tokens": 4}}, "SGLang's name is max_new_tokens"),
         ({"sampling_params": {"mystery": 4}}, "sampling_params.mystery: not offered"),
     ],

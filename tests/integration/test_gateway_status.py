@@ -72,7 +72,7 @@ def report(scale: int = 1, **changes: Any) -> GatewayReport:
         "settled": True,
         "placed_turns": 37,
         "queued_turns": 5,
-        "held_turns": 2,
+        "deferred_turns": 2,
         "engines": {"dedicated-0" * scale: engine, "slot0-guest": {**engine, "kind": "guest"}},
         "jobs": {job: {**named, "may_lease": True, "paused": True, "may_use_dedicated": True}},
         "leases": [

@@ -153,7 +153,7 @@ async def test_a_turn_that_uses_no_engine_keeps_no_activation_off(
         held = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
         routing = gateway.scheduler.dispatcher.policy
         job = JobId("job")
-        await gateway.until(lambda: routing.held_turns_of(job) + routing.queued_turns_of(job))
+        await gateway.until(lambda: routing.deferred_turns_of(job) + routing.queued_turns_of(job))
         status, told = await answered(gateway, "b", "/v1/jobs/job-b/activate", {})
         assert status == 200, told
         assert (await held)[0] == 503, "its job is not active any more"

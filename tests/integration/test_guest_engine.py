@@ -151,7 +151,7 @@ async def test_a_stale_epoch_is_refused(slot: EngineSlot) -> None:
     for stale in (slot.agent.epoch - 1, slot.agent.epoch + 1):
         turn = await slot.begin(4, epoch=stale).ended()
         assert (turn.status, turn.tokens) == (409, [])
-        assert f"in force is {slot.agent.epoch}" in turn.said
+        assert f"in force, {slot.agent.epoch}" in turn.said
 
 
 async def test_a_raised_epoch_ends_the_turns_of_the_one_before(slot: EngineSlot) -> None:

@@ -7,7 +7,7 @@ import re
 import aiohttp
 import pytest
 
-from harvester.agent.engine_probes import narrowed, read_levels
+from harvester.agent.engine_probes import narrowed, read_metrics
 from harvester.contracts.page import GrantMode, PageReader, Pulse
 from tests.integration.engine_slot import (
     FAKE_PULSE,
@@ -151,7 +151,7 @@ async def test_the_scrape_makes_the_engine_write_out_few_series(engine_slot: Eng
     page = narrowed(f"{engine_slot.production_url}/metrics")
     async with aiohttp.ClientSession() as session, session.get(page) as reply:
         text = await reply.text()
-    levels = read_levels(text)
+    levels = read_metrics(text)
     assert levels is not None
     assert levels.generation_tokens_total >= before.generation_tokens_total + 8
     assert sum(not line.startswith("#") for line in text.splitlines()) == 5

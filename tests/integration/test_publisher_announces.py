@@ -165,7 +165,7 @@ async def test_a_refused_announcement_is_logged_and_not_repeated(
     # At once: a refusal is not waited for.
     assert not await in_thread(lambda: publisher.announced(2 * ANSWER_S))
     assert WRONG in fault(publisher, f"{site.url}/v1/jobs/job")
-    assert f"is not announced to {site.url}" in caplog.text
+    assert f"cannot be announced to {site.url}" in caplog.text
     assert slow.received == [1]
     slow.status = 200
     await in_thread(lambda: published(publisher))

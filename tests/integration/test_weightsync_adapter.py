@@ -50,7 +50,7 @@ def test_an_adapter_brings_its_base_exactly(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [
-        ("base", "is not what adapter policy works on"),
+        ("base", "is not the base of adapter policy"),
         ("nameless", "give the name that requests ask for it by"),
         ("large", "LoRA rank 16 is greater than max_lora_rank 8"),
     ],
@@ -66,7 +66,7 @@ def test_an_unsupported_adapter_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("staged", "message"),
     [
-        ("base", "ConfigError: job-a version 3 is not what adapter policy works on"),
+        ("base", "ConfigError: job-a version 3 is not the base of adapter policy"),
         ("older", "Stale: the adapter's base, job-a version 1, is older than version 2 of that"),
     ],
 )

@@ -34,8 +34,8 @@ def main(url: str, store_dir: str) -> None:
     store = Store(Path(store_dir))
     hashes = []
     for version in (1, 2):
-        block = store.manifest(VersionRef(Kind.WEIGHT, version)).block
-        hashes.append(block.state_hash if block else None)
+        section = store.manifest(VersionRef(Kind.WEIGHT, version)).section
+        hashes.append(section.state_hash if section else None)
     try:
         client.init_weight_transfer_engine({"master_address": "127.0.0.1", "world_size": 3})
         refusal = "none"

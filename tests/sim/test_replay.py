@@ -12,7 +12,7 @@ from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
 from harvester.distribution import rosemux_version
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.policy.capacity import CapacityPolicy, CapacitySample, Demand, OfferedSlot
+from scheduler.gateway.policy.capacity import CapacityPolicy, CapacitySample, Demand, LeasableSlot
 from scheduler.model import Lease
 from scheduler.sim.replay import replay_journal
 
@@ -35,7 +35,7 @@ def _record(directory: Path, *, max_bytes: int = 1 << 20) -> Path:
             running=0,
             dedicated_places=4,
         )
-        slot = OfferedSlot(slot=SlotId("s"), agent="a", free=lease is None)
+        slot = LeasableSlot(slot=SlotId("s"), agent="a", free=lease is None)
         leases = (lease,) if lease else ()
         sample = CapacitySample(demands=(demand,), slots=(slot,), leases=leases)
         effects = policy.observe(sample, now=now)

@@ -69,7 +69,7 @@ def batches(
     """Neighbouring items until a batch is large enough; one over `at_most_bytes` is alone."""
     sizes = [size_bytes(item) for item in items]
     total = sum(sizes)
-    wanted, limit = min(BATCH_BYTES, total // _BATCHES), at_most_bytes or total
+    target, limit = min(BATCH_BYTES, total // _BATCHES), at_most_bytes or total
     batch: list[_T] = []
     batch_bytes = 0
     for item, size in zip(items, sizes, strict=True):
@@ -78,7 +78,7 @@ def batches(
             batch, batch_bytes = [], 0
         batch.append(item)
         batch_bytes += size
-        if batch_bytes >= wanted:
+        if batch_bytes >= target:
             yield Batch(batch, batch_bytes)
             batch, batch_bytes = [], 0
     if batch:

@@ -56,8 +56,8 @@ _TORCH_NAMES = {
 _NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}
 UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-BLOCK_BYTES = 256 << 10
-"""Bytes that a loop changes and hashes at a time: two blocks fit into a core's own cache."""
+TILE_BYTES = 256 << 10
+"""Bytes that a loop changes and hashes at a time: two tiles fit into a core's own cache."""
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 
@@ -99,8 +99,8 @@ def difference(expected: Layout, found: Layout) -> str:
     """The first tensors that `found` lacks, has too or has in another form, for a message."""
 
     def described(name: str) -> str:
-        spec, wanted = found.get(name), expected.get(name)
-        form = f"is {spec}, not {wanted}" if wanted else "is extra"
+        spec, required = found.get(name), expected.get(name)
+        form = f"is {spec}, not {required}" if required else "is extra"
         return f"{name[:_SHOWN_CHARS]} {form if spec else 'is missing'}"
 
     differing = sorted(

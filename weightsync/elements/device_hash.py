@@ -83,9 +83,9 @@ def kernel_digests(
         states = _states(data, blocks, max(1, scratch_bytes // _SUMS_BYTES))
         starts = np.maximum(0, xxh3.BLOCK_BYTES * blocks - xxh3.STRIPE_BYTES)
         ends = torch.cat([part[start:] for part, start in zip(data, starts.tolist(), strict=True)])
-        tails = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
+        last = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
     digests = []
-    for state, end, taken, size in zip(states, tails, blocks, sizes, strict=True):
+    for state, end, taken, size in zip(states, last, blocks, sizes, strict=True):
         start = xxh3.STRIPE_BYTES if taken else 0
         high, low = xxh3.finished_by_end(state, end, start, np.uint64(size))
         digests.append(f"{int(high):016x}{int(low):016x}")
@@ -100,8 +100,8 @@ def _states(
         BLOCKS_AT_ONCE,
         SPARE_BLOCKS,
         STEP_BLOCKS,
-        chain_blocks,
-        sum_blocks,
+        chain_sums,
+        sum_stripes,
     )
 
     device = data[0].device
@@ -112,21 +112,21 @@ def _states(
     sums = torch.empty((room, 8), dtype=torch.uint64, device=device)
     done = np.zeros_like(blocks)
     while (done < blocks).any():
-        shares = next_blocks(blocks - done, blocks_at_once)
+        shares = next_shares(blocks - done, blocks_at_once)
         taking = np.flatnonzero(shares)
         counts = shares[taking]
         starts = np.cumsum(counts) - counts
         behind = addresses[taking] + xxh3.BLOCK_BYTES * done[taking]
         tiles = torch.from_numpy(_tiles(behind, counts, starts, BLOCKS_AT_ONCE)).to(device)
         rows = torch.from_numpy(np.stack([starts, counts, taking], axis=1)).to(device)
-        sum_blocks[(len(tiles),)](tiles, secret, sums, BLOCKS=BLOCKS_AT_ONCE, num_warps=4)
-        chain_blocks[(len(rows),)](rows, secret, sums, states, STEP=STEP_BLOCKS, num_warps=1)
+        sum_stripes[(len(tiles),)](tiles, secret, sums, BLOCKS=BLOCKS_AT_ONCE, num_warps=4)
+        chain_sums[(len(rows),)](rows, secret, sums, states, STEP=STEP_BLOCKS, num_warps=1)
         done += shares
     found: npt.NDArray[np.uint64] = states.cpu().numpy()
     return found
 
 
-def next_blocks(left: Int64s, blocks: int) -> Int64s:
+def next_shares(left: Int64s, blocks: int) -> Int64s:
     """Number of next blocks of each tensor, at most `blocks` in all.
 
     The tensors get equal numbers where possible, so that the longest chain walks alone as briefly
@@ -142,7 +142,7 @@ def next_blocks(left: Int64s, blocks: int) -> Int64s:
 
 
 def _tiles(addresses: Int64s, counts: Int64s, starts: Int64s, blocks: int) -> Int64s:
-    """A row of `sum_blocks` for every `blocks` blocks of each tensor."""
+    """A row of `sum_stripes` for every `blocks` blocks of each tensor."""
     tiles = -(-counts // blocks)
     of = np.repeat(np.arange(counts.size), tiles)
     before = blocks * (np.arange(of.size) - np.repeat(np.cumsum(tiles) - tiles, tiles))

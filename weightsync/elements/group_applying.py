@@ -22,7 +22,7 @@ from weightsync.elements.groups import (
     low_bits_of,
     read_group,
 )
-from weightsync.elements.kernels import APPLIED_BYTES, pass_block, unzigzag
+from weightsync.elements.kernels import APPLIED_BYTES, pass_tile, unzigzag
 from weightsync.elements.lanes import put_signs, width_of, word_at
 from weightsync.elements.xxh3 import Accumulators
 
@@ -101,7 +101,7 @@ def apply_grouped(
         stop = np.uint64(end)
         smalls = _apply_small(bits, stop, small, low_bits, signs, smalls, room, signed, positions)
         fars = _apply_far(bits, stop, far, codes, low_bits, wide, fars, room, far_at, far_codes)
-        pass_block(data, start * width, end * width, sums, hashed)
+        pass_tile(data, start * width, end * width, sums, hashed)
 
 
 @inlined

@@ -170,15 +170,15 @@ def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: By
     word, size = _NONE, np.uint64(highs.size)
     for group in range((changes + GROUP - 1) // GROUP):
         count = np.uint64(min(GROUP, changes - GROUP * group))
-        wanted, ones = count, lane_count(word)
-        while ones < wanted:
-            wanted -= ones
+        left, ones = count, lane_count(word)
+        while ones < left:
+            left -= ones
             high_byte += _WORD_STEP
             if high_byte == size:
                 return -1
             word = word_at(highs, high_byte)
             ones = lane_count(word)
-        for _ in range(np.int64(wanted) - 1):
+        for _ in range(np.int64(left) - 1):
             word &= word - _ONE
         bit = (high_byte << _THREE) + first_lane(word) + _ONE
         word &= word - _ONE

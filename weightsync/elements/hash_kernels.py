@@ -1,7 +1,7 @@
 """xxh3's sums as Triton kernels: everything of the hash that reads all bytes.
 
-    sum_blocks     adds up the 16 stripes of each block, all blocks side by side
-    chain_blocks   takes the sums of a tensor's blocks one after another, all tensors side by side
+    sum_stripes     adds up the 16 stripes of each block, all blocks side by side
+    chain_sums   takes the sums of a tensor's blocks one after another, all tensors side by side
 
 A scramble stands between two blocks and depends on all before it, so the chain of a tensor cannot
 be cut; it reads a sixteenth of the bytes. Both hold under Triton's interpreter too, which counts
@@ -16,17 +16,17 @@ import triton.language as tl
 from weightsync.elements import xxh3
 
 BLOCKS_AT_ONCE = 32
-"""Blocks per program of `sum_blocks`: two words per thread, so that it loads 16 bytes at a time."""
+"""Blocks per program of `sum_stripes`: two words per thread, which loads 16 bytes at a time."""
 STEP_BLOCKS = 16
-"""Sums that `chain_blocks` loads ahead while it processes the previous ones, to hide latency."""
+"""Sums that `chain_sums` loads ahead while it processes the previous ones, to hide latency."""
 SPARE_BLOCKS = STEP_BLOCKS
-"""Sums after the last one, which `chain_blocks` loads and never uses."""
+"""Sums after the last one, which `chain_sums` loads and never uses."""
 _SCRAMBLE_WORD: tl.constexpr = tl.constexpr(xxh3.SCRAMBLE_WORD)
 _SCRAMBLE_PRIME: tl.constexpr = tl.constexpr(xxh3.SCRAMBLE_PRIME)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sum_blocks(tiles: tl.tensor, secret: tl.tensor, sums: tl.tensor, BLOCKS: tl.constexpr) -> None:
+def sum_stripes(tiles: tl.tensor, secret: tl.tensor, sums: tl.tensor, BLOCKS: tl.constexpr) -> None:
     """Eight words for every block. A tile is (address of its first block, on a multiple of 16;
     blocks, up to BLOCKS; number of its first block in `sums`)."""
     tile = tiles + 3 * tl.program_id(0)
@@ -49,7 +49,7 @@ def sum_blocks(tiles: tl.tensor, secret: tl.tensor, sums: tl.tensor, BLOCKS: tl.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def chain_blocks(
+def chain_sums(
     rows: tl.tensor, secret: tl.tensor, sums: tl.tensor, states: tl.tensor, STEP: tl.constexpr
 ) -> None:
     """Brings states forward. A row is (number of its first block in `sums`, blocks, number of its

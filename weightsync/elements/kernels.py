@@ -18,7 +18,7 @@ _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _LINE_BYTES = 64
 APPLIED_BYTES = 2 << 10
-"""Bytes that are changed and then hashed at a time. The processor prefetches the next block while
+"""Bytes that are changed and then hashed at a time. The processor prefetches the next tile while
 this one is hashed."""
 _AHEAD_BYTES = 4 << 10
 """Distance of explicit prefetches, in bytes: no processor fetches across a page by itself."""
@@ -70,11 +70,11 @@ def apply_sparse(
         stop = min(bits.size, start + APPLIED_BYTES // width)
         small = _apply_small(bits, stop, small, gaps, signs)
         far = _apply_far(bits, stop, far, far_gaps, far_planes)
-        pass_block(data, start * width, stop * width, sums, hashed)
+        pass_tile(data, start * width, stop * width, sums, hashed)
 
 
 @inlined
-def pass_block(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
+def pass_tile(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
     """Hashes `data` from `start` to `stop`, asking for what lies ahead between the steps."""
     for at in range(start, stop, BLOCK_BYTES):
         for line in range(at, at + BLOCK_BYTES, _LINE_BYTES):

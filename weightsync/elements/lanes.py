@@ -54,8 +54,8 @@ def lane_count(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
 def lanes_holding(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(data, at, value): bit k is set where byte `at` + k of 64 is `value`."""
     lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
-    wanted = each_lane(builder, args[2])
-    return builder.bitcast(builder.icmp_unsigned("==", lanes, wanted), _MASK)
+    expected = each_lane(builder, args[2])
+    return builder.bitcast(builder.icmp_unsigned("==", lanes, expected), _MASK)
 
 
 @generated(lambda data, _at: U64(data, U64))
@@ -143,11 +143,11 @@ def width_of(_context: Any, _builder: Any, signature: Any, _args: Any) -> Any:
 def _ask_for(builder: Any, address: Any, offset: int) -> None:
     flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-    wanted = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+    prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
         builder.module, kind, "llvm.prefetch.p0"
     )
     address = builder.gep(builder.bitcast(address, byte), [_MASK(offset)])
-    builder.call(wanted, [address, flag(0), flag(3), flag(1)])
+    builder.call(prefetch, [address, flag(0), flag(3), flag(1)])
 
 
 def lanes_at(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
@@ -193,5 +193,5 @@ def _word(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
 
 def _equal(builder: Any, vector: Any, value: int) -> Any:
     """Bit k is set where lane k holds `value`."""
-    wanted = ir.Constant(vector.type, [value] * LANES)
-    return builder.bitcast(builder.icmp_unsigned("==", vector, wanted), _MASK)
+    expected = ir.Constant(vector.type, [value] * LANES)
+    return builder.bitcast(builder.icmp_unsigned("==", vector, expected), _MASK)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes
+from weightsync.elements.bits import TILE_BYTES, Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.kernels import zigzag
 from weightsync.elements.lanes import (
@@ -29,7 +29,7 @@ from weightsync.elements.picked import IS_QUICK, put_distances, put_escapes, put
 from weightsync.elements.xxh3 import Accumulators, absorb
 
 Offsets: TypeAlias = npt.NDArray[np.int32]
-"""Positions of elements within a block."""
+"""Positions of elements within a tile."""
 
 GAP_ESCAPE = 255
 _AHEAD_BYTES = 4096
@@ -63,7 +63,7 @@ class Room(NamedTuple):
     """Buffers for further changes, after the present ones."""
 
     small: Offsets
-    """Small changes of one block. Every buffer has two groups of lanes to spare."""
+    """Small changes of one tile. Every buffer has two groups of lanes to spare."""
     far: Offsets
     minus: Bytes
     """One byte per small change; 1 for a change by minus one."""
@@ -86,16 +86,16 @@ def scan_counting(
 ) -> Scan:
     """Append the changes of the elements `start` to `stop` to the changes of `scan`.
 
-    `data` is `new` as bytes, which `sums` absorbs up to `stop`; `start` begins a block.
+    `data` is `new` as bytes, which `sums` absorbs up to `stop`; `start` begins a tile.
     """
     width = width_of(old)
     # Changes of a group that are written in any case, present or not.
     likely_small, likely_far = _MOST_SMALL, _MOST_FAR
-    for first in range(start, stop, BLOCK_BYTES // width):
-        end = min(stop, first + BLOCK_BYTES // width)
+    for first in range(start, stop, TILE_BYTES // width):
+        end = min(stop, first + TILE_BYTES // width)
         before = scan
-        scan = _scan_block(old, new, first, end, scan, room, likely_small, likely_far)
-        # Adjacent blocks are alike: twice the last block's changes per group, plus one.
+        scan = _scan_tile(old, new, first, end, scan, room, likely_small, likely_far)
+        # Adjacent tiles are alike: twice the last tile's changes per group, plus one.
         groups = max(1, (end - first) // LANES)
         likely_small = min(_MOST_SMALL, 2 * (scan.small - before.small) // groups + 1)
         likely_far = min(_MOST_FAR, 2 * (scan.far - before.far) // groups + 1)
@@ -119,15 +119,15 @@ def scan_picking(
     for first in range(start, stop, _PICKED_BYTES // width):
         end = min(stop, first + _PICKED_BYTES // width)
         whole = end - (end - first) % LANES
-        scan = _pick_block(old, new, first, whole, scan, room)
+        scan = _pick_tile(old, new, first, whole, scan, room)
         if whole < end:
-            scan = _scan_block(old, new, whole, end, scan, room, _MOST_SMALL, _MOST_FAR)
+            scan = _scan_tile(old, new, whole, end, scan, room, _MOST_SMALL, _MOST_FAR)
         absorb(sums, data, first * width, end * width)
     return scan
 
 
 @compiled
-def _pick_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
+def _pick_tile(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
     """Compare whole groups of lanes."""
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
     small, at, after = np.uint64(scan.small), np.uint64(scan.gap_bytes), np.uint64(scan.after)
@@ -184,7 +184,7 @@ scan_elements = scan_picking if IS_QUICK else scan_counting
 
 
 @compiled
-def _scan_block(
+def _scan_tile(
     old: Bits,
     new: Bits,
     start: int,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.elements import kernels, xxh3
-from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes, bytes_of
+from weightsync.elements.bits import TILE_BYTES, Bits, Bytes, bytes_of
 from weightsync.elements.lanes import LANES
 from weightsync.elements.scan import GAP_ESCAPE, Room, Scan, scan_elements
 from weightsync.elements.state_hash import digest_from
@@ -22,7 +22,7 @@ SPARSE = 0
 _MAX_WIDTH_BYTES = 8
 _SPARE = 2 * LANES
 """Loops write whole groups of lanes."""
-CHUNK_BYTES = 64 * BLOCK_BYTES
+CHUNK_BYTES = 64 * TILE_BYTES
 """Bytes compared in one call; buffers for all possible changes are reserved before it."""
 
 
@@ -48,7 +48,7 @@ class _Scratch(threading.local):
     """Buffers that a thread keeps: fresh pages would cost more than the changes written there."""
 
     def __init__(self) -> None:
-        places = np.empty(BLOCK_BYTES + _SPARE, dtype=np.int32)
+        places = np.empty(TILE_BYTES + _SPARE, dtype=np.int32)
         nothing = np.empty(0, dtype=np.uint8)
         planes = np.empty((_MAX_WIDTH_BYTES, 0), dtype=np.uint8)
         self.room = Room(places, places.copy(), nothing, nothing, nothing, planes)

@@ -65,7 +65,7 @@ class Adapter:
     def record(self) -> AdapterRecord:
         raw = self.config_bytes()
         if not re.fullmatch("[0-9a-f]{32}", self.base.state_hash):
-            raise ConfigError(f"base state hash {self.base.state_hash[:80]!r}: 32 hex digits")
+            raise ConfigError(f"base state hash {self.base.state_hash[:80]!r}: use 32 hex digits")
         return AdapterRecord(
             base_store=checked_name(self.base.store, what="base store"),
             base_version=self.base.version,
@@ -87,7 +87,7 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
         return
     if held is None:
         raise ConfigError(
-            f"version {manifest.version} is an adapter for {record.base_store}: say which base you "
+            f"version {manifest.version} is an adapter for {record.base_store}: give the base you "
             "hold"
         )
     if record.base_state_hash == held.state_hash:
@@ -103,7 +103,7 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
 def checked_config(raw: bytes, record: AdapterRecord, *, where: str) -> dict[str, Any]:
     """The PEFT configuration of a version, checked against its record; raises Corrupt."""
     if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != record.config:
-        raise Corrupt(f"{where}/{CONFIG_FILE} is not what was published")
+        raise Corrupt(f"{where}/{CONFIG_FILE} differs from the published one")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except UNDECODABLE as error:

@@ -104,7 +104,7 @@ def decoded_record(raw: bytes) -> ApplyRecord:
     except UNDECODABLE as error:
         raise Corrupt(f"{RECORD_FILE}: {error}") from error
     if record.format != FORMAT or record.seal != _sealed(record).seal:
-        raise Corrupt(f"{RECORD_FILE} is not what was written")
+        raise Corrupt(f"{RECORD_FILE} does not match its seal")
     return record
 
 

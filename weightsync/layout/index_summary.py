@@ -14,7 +14,7 @@ class FileSummary(msgspec.Struct, frozen=True):
     xxh3_128: str
 
 
-class BlockSummary(msgspec.Struct, frozen=True):
+class SectionSummary(msgspec.Struct, frozen=True):
     format: int
     state_hash: str
     bytes_dense: int
@@ -33,4 +33,4 @@ class IndexMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
 class IndexSummary(msgspec.Struct, frozen=True):
     metadata: IndexMetadata
     weight_map: dict[str, str]
-    rosemux: BlockSummary | None = None
+    rosemux: SectionSummary | None = None

@@ -1,8 +1,8 @@
-"""The index file of one version: the shared Hugging Face layout plus a `rosemux` block.
+"""The index file of one version: the shared Hugging Face layout plus a `rosemux` section.
 
-`metadata` and `weight_map` are read and written by slime, miles and others; the `rosemux` block
+`metadata` and `weight_map` are read and written by slime, miles and others; the `rosemux` section
 adds the state hash, file digests, per-tensor encodings, the entries that are slices of a tensor,
-and the base of an adapter. A version without the block is foreign: its tensors are verified by
+and the base of an adapter. A version without the section is foreign: its tensors are verified by
 their checksums alone. Never touches a file.
 """
 
@@ -18,16 +18,16 @@ from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.chunk_digests import fit
 from weightsync.layout.index_summary import (
-    BlockSummary,
     FileSummary,
     IndexMetadata,
     IndexSummary,
+    SectionSummary,
 )
 from weightsync.layout.names import MAX_INDEX_BYTES
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table, plain_table
 
-BLOCK_FORMAT = 1
+INDEX_FORMAT = 1
 _PACKED_FROM_BYTES = 64 << 10
 
 
@@ -55,7 +55,7 @@ def _always_written() -> dict[str, Encoding]:
     return {}
 
 
-class Block(BlockSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class IndexSection(SectionSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """RoseMux's additions to an index."""
 
     files: dict[str, FileRecord]
@@ -65,7 +65,7 @@ class Block(BlockSummary, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class _Index(IndexSummary, frozen=True, omit_defaults=True):
-    rosemux: Block | None = None
+    rosemux: IndexSection | None = None
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
     """Tensor checksums of a foreign version whose writer keeps them in its index."""
     stamp: str = ""
@@ -81,7 +81,7 @@ class Manifest:
     checksum_format: str
     weight_map: Mapping[str, str]
     """Tensor name to shard file name."""
-    block: Block | None
+    section: IndexSection | None
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Checksums of a foreign version's tensors that are not in its shards."""
     stamp: str = ""
@@ -98,25 +98,25 @@ class Manifest:
     @property
     def state_hash(self) -> str | None:
         """The published state hash; None for a foreign version."""
-        return self.block.state_hash if self.block else None
+        return self.section.state_hash if self.section else None
 
     @property
     def adapter(self) -> AdapterRecord | None:
         """The base of an adapter; None for whole models."""
-        return self.block.adapter if self.block else None
+        return self.section.adapter if self.section else None
 
     @property
     def slicing(self) -> Slicing:
         """The entries that are slices; only full checkpoints record them."""
-        return Slicing(self.block.slices if self.block else {})
+        return Slicing(self.section.slices if self.section else {})
 
     def encoding_of(self, name: str) -> Encoding:
         """Encoding of one tensor of a delta. Raises ValueError for a full checkpoint."""
         if self.delta_encoding is None:
             raise ValueError(f"version {self.version} is a full checkpoint")
-        if self.block is None:
+        if self.section is None:
             return self.delta_encoding
-        return self.block.encodings.get(name, self.delta_encoding)
+        return self.section.encodings.get(name, self.delta_encoding)
 
 
 def encoded_manifest(manifest: Manifest) -> bytes:
@@ -136,13 +136,13 @@ def encoded_manifest(manifest: Manifest) -> bytes:
 
 def _without_chunks(manifest: Manifest) -> Manifest:
     """The same version without chunk digests, so that it is read whole."""
-    block = manifest.block
-    if block is None:
+    section = manifest.section
+    if section is None:
         return manifest
     files = {
-        name: FileRecord(record.bytes, record.xxh3_128) for name, record in block.files.items()
+        name: FileRecord(record.bytes, record.xxh3_128) for name, record in section.files.items()
     }
-    return replace(manifest, block=msgspec.structs.replace(block, files=files))
+    return replace(manifest, section=msgspec.structs.replace(section, files=files))
 
 
 def _encoded(manifest: Manifest) -> bytes:
@@ -154,9 +154,9 @@ def _encoded(manifest: Manifest) -> bytes:
         delta_encoding=manifest.delta_encoding,
         compression_format="zstd" if delta else None,
         checksum_format=manifest.checksum_format,
-        total_size=manifest.block.bytes_dense if manifest.block and not delta else None,
+        total_size=manifest.section.bytes_dense if manifest.section and not delta else None,
     )
-    index = msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.block))
+    index = msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.section))
     is_ours_alone = manifest.delta_encoding is Encoding.ROSEMUX or bool(manifest.slicing.records)
     if is_ours_alone and len(index) > _PACKED_FROM_BYTES:
         if len(index) > MAX_TABLE_BYTES:
@@ -178,7 +178,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
             checksum_format=index.metadata.checksum_format or ALGORITHM,
             # A receiver remembers the indexes of a chain, which repeat the same names.
             weight_map={intern(entry): shard for entry, shard in index.weight_map.items()},
-            block=index.rosemux,
+            section=index.rosemux,
             checksums=index.checksums,
             stamp=index.stamp,
         )
@@ -193,7 +193,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
 def _check(manifest: Manifest, compression: str | None, expected: WeightVersion) -> None:
     what = f"index of version {expected}"
     if manifest.version != expected:
-        raise Corrupt(f"{what} says version {manifest.version}")
+        raise Corrupt(f"{what} has version {manifest.version}")
     if manifest.is_full:
         if manifest.base_version is not None:
             raise Corrupt(f"{what}: a base version without a delta encoding")
@@ -201,13 +201,13 @@ def _check(manifest: Manifest, compression: str | None, expected: WeightVersion)
         raise Corrupt(f"{what}: base version {manifest.base_version}")
     elif compression != "zstd":
         raise Unsupported(f"{what}: compression {compression!r}; this reader knows zstd")
-    block = manifest.block
-    if block is not None:
-        if block.format != BLOCK_FORMAT:
-            raise Unsupported(f"{what}: format {block.format}; this reader knows {BLOCK_FORMAT}")
-        if set(block.files) != set(manifest.shards):
+    section = manifest.section
+    if section is not None:
+        if section.format != INDEX_FORMAT:
+            raise Unsupported(f"{what}: format {section.format}; this reader knows {INDEX_FORMAT}")
+        if set(section.files) != set(manifest.shards):
             raise Corrupt(f"{what}: file records do not match the weight map")
-        for shard, record in block.files.items():
+        for shard, record in section.files.items():
             if not fit(record.chunks, size_bytes=record.bytes, chunk_bytes=record.chunk_bytes):
                 raise Corrupt(f"{what}: chunks of {shard}: no digests of {record.bytes} bytes")
 

@@ -17,7 +17,7 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion, checked_name
-from harvester.contracts.wire.rollouts import AnnounceState, PublishedVersion, VersionSwitched
+from harvester.contracts.wire.rollouts import AnnouncedVersion, AnnounceState, VersionSwitched
 from harvester.platform.backoff import Backoff, RetryLimits
 from harvester.platform.http_kit import PASSING, HttpRefusal, posted
 from harvester.platform.loop_thread import LoopThread
@@ -74,7 +74,7 @@ class Announcer:
     def close(self, timeout_s: float) -> None:
         if not self.wait(timeout_s) and self._newest is not None:
             why = "; ".join(f"{url}: {fault}" for url, fault in self.faults.copy().items())
-            _LOG.warning("the last version is not announced: %s", why)
+            _LOG.warning("the newest version is not announced: %s", why)
         self._loop.close()
 
     def _begin(self, version: WeightVersion, state_hash: str) -> None:
@@ -84,8 +84,8 @@ class Announcer:
         self._task = asyncio.ensure_future(self._tell_all(version, state_hash))
 
     async def _tell_all(self, version: WeightVersion, state_hash: str) -> None:
-        told = PublishedVersion(version=version, store=self._store, state_hash=state_hash)
-        body = msgspec.json.encode(told)
+        published = AnnouncedVersion(version=version, store=self._store, state_hash=state_hash)
+        body = msgspec.json.encode(published)
         async with aiohttp.ClientSession() as session:
             states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
@@ -111,12 +111,12 @@ class Announcer:
                 )
             except HttpRefusal as error:
                 self.faults[url] = str(error)
-                _LOG.error("a version is not announced to %s: %s", url, error)
+                _LOG.error("a version cannot be announced to %s: %s", url, error)
                 return AnnounceState.PENDING
             except Exhausted as error:
                 self.faults[url] = str(error)
                 if not warned:
-                    _LOG.warning("a version is announced again until %s takes it: %s", url, error)
+                    _LOG.warning("a version is announced again until %s accepts it: %s", url, error)
                 warned = True
             else:
                 del self.faults[url]

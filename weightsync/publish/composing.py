@@ -22,7 +22,7 @@ from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoded, Encoding, composed
 from weightsync.layout.adapter import MAX_CONFIG_BYTES
-from weightsync.layout.manifest import Block, Manifest, encoded_manifest
+from weightsync.layout.manifest import IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publish.agreement import Shard
 from weightsync.publish.delta_shards import ShardFiles
@@ -48,8 +48,8 @@ _ENCODING = Encoding.ROSEMUX
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipDelta:
     ref: VersionRef
-    block: Block
-    """The block of the version that it leads to."""
+    section: IndexSection
+    """The section of the version that it leads to."""
     entries: Mapping[str, Encoded]
 
     def manifest(self, shards: Sequence[Shard], names: Mapping[str, str]) -> Manifest:
@@ -63,7 +63,7 @@ class SkipDelta:
             delta_encoding=_ENCODING,
             checksum_format=ALGORITHM,
             weight_map={e: names[shard.file] for shard in shards for e in shard.encodings},
-            block=msgspec.structs.replace(self.block, files=files, encodings=others, slices={}),
+            section=msgspec.structs.replace(self.section, files=files, encodings=others, slices={}),
         )
 
 
@@ -103,7 +103,7 @@ def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mappin
     names = {shard.file: shard.file for shard in written}
     draft.write(INDEX_FILE, [encoded_manifest(skip.manifest(written, names))])
     draft.write(READY_FILE, [])
-    if skip.block.adapter is not None:
+    if skip.section.adapter is not None:
         version = VersionRef(Kind.WEIGHT, ref.version)
         draft.write(CONFIG_FILE, [store.small_file(version, CONFIG_FILE, MAX_CONFIG_BYTES)])
     return draft.files
@@ -131,9 +131,9 @@ def composed_skip(
     one to the other, Corrupt, and Unsupported for deltas that do not add up.
     """
     chain = _chain(store, ref.base or WeightVersion(0), ref.version)
-    block = chain[-1][1].block
-    if block is None:
-        raise Unsupported(f"{ref.directory}: version {ref.version} is of another system")
+    section = chain[-1][1].section
+    if section is None:
+        raise Unsupported(f"{ref.directory}: version {ref.version} was written by another system")
     changes, digests = _payloads(store, chain, spool, until)
 
     def summed(entry: str) -> Encoded | None:
@@ -144,7 +144,7 @@ def composed_skip(
     with ThreadPoolExecutor(threads, thread_name_prefix="weight-compose") as pool:
         found = each(pool, summed, [*changes], lambda entry: layout[entry].size_bytes)
     entries = {entry: delta for entry, delta in zip(changes, found, strict=True) if delta}
-    return SkipDelta(ref=ref, block=block, entries=entries)
+    return SkipDelta(ref=ref, section=section, entries=entries)
 
 
 def _payloads(
@@ -181,8 +181,8 @@ def _chain(
     while at is not None and at > base:
         ref = VersionRef(Kind.WEIGHT, at)
         manifest = store.manifest(ref)
-        if not chain and manifest.block is not None:
-            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.block.bytes_dense)
+        if not chain and manifest.section is not None:
+            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.section.bytes_dense)
         chain.append((ref, manifest))
         left_bytes -= store.size_bytes(ref, manifest)
         left_payloads -= len(manifest.weight_map)

@@ -260,7 +260,7 @@ class LastPublished:
         )
         return {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
 
-    def hold(
+    def commit(
         self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
     ) -> None:
         """Set the version that the copy now is; `digests` are the changed ones."""

@@ -101,7 +101,7 @@ class StateComparison:
         return [self._compare(entry, bits) for entry, bits in batch]
 
 
-class Share:
+class RankShare:
     """`in_flight_bytes` bounds the tensors compared at a time, above one per thread."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Share:
         until the anchor is needed. Raises Corrupt."""
         if not self._copy.is_true(self._pool):
             self._copy.forget()
-            raise Corrupt("the publisher's copy is not what it published; a full version follows")
+            raise Corrupt("the publisher's copy is not its last version; a full version follows")
         return self.write_full(draft)
 
     def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
@@ -176,7 +176,7 @@ class Share:
             raise self._other_layout(f"{min(expected)} is missing")
         return WrittenShare(files.finish(), digests)
 
-    def hold(
+    def advance(
         self, order: PublishOrder, outcome: PublishResult, written: WrittenShare, draft: Draft
     ) -> None:
         """Advance the copy to the published version."""
@@ -192,7 +192,7 @@ class Share:
             }
             shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
             self._copy.advance(shards, encodings, self._pool)
-        self._copy.hold(version, outcome.state_hash, written.digests)
+        self._copy.commit(version, outcome.state_hash, written.digests)
         self._is_reported = True
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:

@@ -45,7 +45,7 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
     return tuple(WeightVersion(version - span) for span in sorted(spans))
 
 
-class SkipDeltas:
+class SkipDeltaWriter:
     """Belongs to the thread that publishes; `spool_dir` holds deltas that are too large for the
     memory while they are read."""
 

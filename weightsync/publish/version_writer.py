@@ -22,7 +22,7 @@ from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
-from weightsync.layout.manifest import BLOCK_FORMAT, Block, Manifest, encoded_manifest
+from weightsync.layout.manifest import INDEX_FORMAT, IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
@@ -213,7 +213,7 @@ class VersionWriter:
             )
             self._remove(doomed)
         except RoseMuxError as error:
-            _LOG.warning("old versions stay for now: %s", error)
+            _LOG.warning("old versions cannot be removed yet: %s", error)
 
     def _complete(
         self,
@@ -256,8 +256,8 @@ class VersionWriter:
             delta_encoding=self._encoding if base else None,
             checksum_format=ALGORITHM,
             weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
-            block=Block(
-                format=BLOCK_FORMAT,
+            section=IndexSection(
+                format=INDEX_FORMAT,
                 state_hash=state_hash,
                 bytes_dense=bytes_dense,
                 files={names[shard.file]: shard.record for shard in shards},

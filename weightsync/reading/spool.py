@@ -83,7 +83,7 @@ def default_directory() -> Path:
         return Path(tempfile.gettempdir())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"no directory for what does not fit into memory: set {DIRECTORY_VARIABLE}"
+            f"no directory for data beyond the memory: set {DIRECTORY_VARIABLE}"
         ) from error
 
 
@@ -133,7 +133,7 @@ class _DiskStaging:
             while at < into.size:
                 got = os.preadv(self._file.handle, [into.data[at:]], self._base + start + at)
                 if got == 0:
-                    raise OSError(f"{self._file.directory} lost what was written there")
+                    raise OSError(f"{self._file.directory} lost its contents")
                 at += got
 
     def buffer(self, span: ByteSpan) -> Bytes:

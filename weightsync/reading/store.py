@@ -104,7 +104,7 @@ class Store:
         except FileNotFoundError as error:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.block is not None and not self._source.has(f"{ref.directory}/{READY_FILE}"):
+        if manifest.section is not None and not self._source.has(f"{ref.directory}/{READY_FILE}"):
             raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
@@ -152,7 +152,7 @@ class Store:
     ) -> ShardCopy:
         """A copy of a shard, not fetched yet; reads take up to `lent_bytes`. Raises Corrupt."""
         size = self._checked_bytes(ref, manifest, shard)
-        record = manifest.block.files[shard] if manifest.block else None
+        record = manifest.section.files[shard] if manifest.section else None
         source = self._source
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
@@ -203,8 +203,8 @@ class Store:
             raise
 
     def _shard_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
-        if manifest.block is not None:
-            return manifest.block.files[shard].bytes
+        if manifest.section is not None:
+            return manifest.section.files[shard].bytes
         try:
             return self._source.size_bytes(f"{ref.directory}/{shard}")
         except FileNotFoundError as error:

@@ -199,8 +199,8 @@ def _plans_along(
             goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
             held = chain
-            theirs = all(step.manifest.block is None for step in chain)
-            if goal and goal.block is None and theirs and layout_is_known and not fulls:
+            theirs = all(step.manifest.section is None for step in chain)
+            if goal and goal.section is None and theirs and layout_is_known and not fulls:
                 yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
         fulls += [(full, *chain) for full in link.fulls]
         if goal is not None and fulls and (current is None or link.version <= current):

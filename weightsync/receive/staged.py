@@ -84,7 +84,7 @@ class Staged:
     def narrowed(self, selection: Selection) -> "Staged":
         """A full checkpoint that was staged whole, reduced to a holder's parts; or ValueError."""
         if self.full is None or not self.parts.is_everything:
-            raise ValueError("only what was staged whole, from a full checkpoint, can be narrowed")
+            raise ValueError("only a full checkpoint that was staged whole can be narrowed")
         parts = held_parts(self.parts.whole, self.parts.slicing, selection)
         return replace(
             self,

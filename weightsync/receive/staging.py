@@ -59,7 +59,7 @@ class Staging:
         self._store = store
         self._plan = plan
         self._held = parts
-        self._is_ours = all(step.manifest.block is not None for step in plan.steps)
+        self._is_ours = all(step.manifest.section is not None for step in plan.steps)
         self._read = parts if self._is_ours else everything(parts.whole, parts.slicing)
         self._pool = pool
         self._room = room
@@ -94,7 +94,7 @@ class Staging:
             found |= set(header.layout)
             given = {**step.manifest.checksums, **header.metadata}
             checksums = {n: given[n] for n in header.layout if n in given}
-            if step.manifest.block is None:
+            if step.manifest.section is None:
                 _check_given(step, shard, header, checksums)
                 algorithm = step.manifest.checksum_format
                 self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
@@ -142,10 +142,10 @@ class Staging:
         header = copy.header()
         if step.manifest.is_full:
             self._check_specs(header)
-        wanted = (
+        required = (
             span for part in self._parts_in(header) for span in self._spans(step, header, part)
         )
-        copy.fetch_parts(wanted)
+        copy.fetch_parts(required)
         return copy, header
 
     def _parts_in(self, header: ShardHeader) -> list[EntryPart]:
@@ -256,7 +256,7 @@ class Staging:
             self._check_everything(digests)
             self._table = digests
         elif any(self._table[entry] != digest for entry, digest in digests.items()):
-            raise Corrupt(f"version {self._plan.target}: a tensor is not what was published")
+            raise Corrupt(f"version {self._plan.target}: a tensor differs from the published one")
         return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
 
     def _check_everything(self, digests: Mapping[str, str]) -> None:
@@ -294,7 +294,7 @@ class Staging:
         return expected_of_parts(self._plan.manifest.state_hash, self._held, self._table)
 
     def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
-        return {} if self._plan.manifest.block else self._checksums
+        return {} if self._plan.manifest.section else self._checksums
 
 
 def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:

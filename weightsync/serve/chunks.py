@@ -15,7 +15,7 @@ CHUNK_BYTES = 256 << 10
 
 class _State(Enum):
     ABSENT = auto()
-    WANTED = auto()
+    NEEDED = auto()
     COMING = auto()
     HERE = auto()
 
@@ -41,18 +41,18 @@ class ChunkMap:
         """Request the absent chunks of a span."""
         for at in self._covering(span):
             if self._states[at] is _State.ABSENT:
-                self._states[at] = _State.WANTED
+                self._states[at] = _State.NEEDED
                 self._queue.append(at)
 
     def claim(self, max_bytes: int) -> ByteSpan | None:
         """The next run to pull, in request order; it counts as in transit until arrived or lost."""
         while self._queue:
             first = self._queue.popleft()
-            if self._states[first] is not _State.WANTED:
+            if self._states[first] is not _State.NEEDED:
                 continue
             last, most = first, max(1, max_bytes // self._chunk_bytes)
             # A slice, since there may be none behind the last.
-            while last - first + 1 < most and self._states[last + 1 : last + 2] == [_State.WANTED]:
+            while last - first + 1 < most and self._states[last + 1 : last + 2] == [_State.NEEDED]:
                 last += 1
             self._mark(range(first, last + 1), _State.COMING)
             return ByteSpan(

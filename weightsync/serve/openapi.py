@@ -2,13 +2,13 @@
 
 from harvester.platform.openapi_document import JSON, PATH, TEXT, Operation, document
 from weightsync.layout.names import LATEST_FILE
-from weightsync.transport.wire import StoreList, StoreListing
+from weightsync.transport.wire import StoreList, StoreVersions
 
 DOCUMENT = document(
     "weight server",
     {
         "GET /stores": Operation("The caller's stores", None, StoreList, refuses=(409, 503)),
-        "GET /stores/{store}": Operation("Versions", None, StoreListing, refuses=(404, 409, 503)),
+        "GET /stores/{store}": Operation("Versions", None, StoreVersions, refuses=(404, 409, 503)),
         f"GET /stores/{{store}}/{LATEST_FILE}": Operation(
             "The newest version; Prefer: wait=SECONDS waits for another one",
             answers=str,

@@ -211,7 +211,7 @@ class RelayShelf:
                     self._let_go(name, file)
             if sound:
                 return file
-        raise Corrupt(f"{path} is not what was published")
+        raise Corrupt(f"{path} differs from the published file")
 
     def _taken(
         self, source: StoreSource, store: str, path: str, published: PublishedFile, size: int

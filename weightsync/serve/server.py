@@ -28,7 +28,7 @@ from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.openapi import DOCUMENT
 from weightsync.serve.shelf import Shelf, ShelfFile
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
-from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
+from weightsync.transport.wire import StoreList, StoreVersions, index_etag, latest_etag
 
 _PIECE_BYTES = 1 << 20
 _BURST_S = 0.25
@@ -132,7 +132,7 @@ class WeightServer:
 
     async def _directories(self, request: web.Request) -> web.Response:
         found = await self._shelf.directories(self._store(request))
-        return json_reply(StoreListing(directories=found, composes=self._shelf.composes))
+        return json_reply(StoreVersions(directories=found, composes=self._shelf.composes))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)

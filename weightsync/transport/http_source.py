@@ -23,7 +23,7 @@ from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.ranges import ByteSpan, answered_span, range_header
 from weightsync.transport.source import StoreSource
-from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreListing, latest_etag
+from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreVersions, latest_etag
 
 T = TypeVar("T")
 _RECEIVE_BYTES = 256 << 10
@@ -84,7 +84,7 @@ class HttpSource(StoreSource):
         return self._composes
 
     def directories(self) -> frozenset[str]:
-        listing = self._listed(StoreListing)
+        listing = self._listed(StoreVersions)
         self._composes = listing.composes
         return frozenset(listing.directories)
 
@@ -115,9 +115,9 @@ class HttpSource(StoreSource):
 
         def attempt(backoff: Backoff) -> None:
             nonlocal at
-            wanted = ByteSpan(start + at, start + len(into))
-            with self._answer("GET", f"/{path}", {"Range": range_header(wanted)}) as answer:
-                _check_range(answer, wanted, what=f"{self._url}/{path}")
+            requested = ByteSpan(start + at, start + len(into))
+            with self._answer("GET", f"/{path}", {"Range": range_header(requested)}) as answer:
+                _check_range(answer, requested, what=f"{self._url}/{path}")
                 while at < len(into):
                     piece = answer.read1(min(_RECEIVE_BYTES, len(into) - at))
                     if not piece:
@@ -238,14 +238,14 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     if status in {401, 403}:
         raise ConfigError(f"{what} refuses this reader ({status}): give the server's token file")
     if status in {409, 416}:
-        raise Corrupt(f"{what} is not what was published: {body[:200]}")
+        raise Corrupt(f"{what} differs from the published file: {body[:200]}")
     if status in {408, 425, 429} or status >= 500:
         asked_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
         raise Interrupted(message, retry_after_s=asked_s)
     raise PeerProtocolError(message)
 
 
-def _check_range(answer: HTTPResponse, wanted: ByteSpan, *, what: str) -> None:
+def _check_range(answer: HTTPResponse, requested: ByteSpan, *, what: str) -> None:
     """Raises Corrupt if the reply is not exactly the requested range."""
     if answer.status == 200:
         answered = ByteSpan(0, _length(answer))
@@ -254,10 +254,10 @@ def _check_range(answer: HTTPResponse, wanted: ByteSpan, *, what: str) -> None:
             answered, _ = answered_span(answer.headers.get("Content-Range", ""))
         except PeerProtocolError as error:
             raise Corrupt(f"{what}: {error}") from error
-    if answered != wanted or _length(answer) != wanted.size_bytes:
+    if answered != requested or _length(answer) != requested.size_bytes:
         raise Corrupt(
-            f"{what}: bytes {answered.start} to {answered.stop} where {wanted.start} to "
-            f"{wanted.stop} were asked for"
+            f"{what}: bytes {answered.start} to {answered.stop} where {requested.start} to "
+            f"{requested.stop} were requested"
         )
 
 

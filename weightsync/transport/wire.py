@@ -12,7 +12,7 @@ class StoreList(msgspec.Struct, frozen=True):
     stores: tuple[str, ...]
 
 
-class StoreListing(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoreVersions(msgspec.Struct, frozen=True, omit_defaults=True):
     """`GET /stores/{store}`: names of the directories of versions, finished or not."""
 
     directories: tuple[str, ...]

@@ -62,41 +62,41 @@ class AdaptedWeights:
         fits = all(self._is_on(copy.record) for copy in self._held.values())
         return self._base.is_loaded and fits
 
-    def stage(self, wanted: RequestedVersion) -> StageStatus:
+    def stage(self, request: RequestedVersion) -> StageStatus:
         """See EngineWeights; if an adapter needs another base, that base is staged next.
 
         Raises ConfigError or Stale where `load` would refuse a base: callers need not pause.
         """
-        manifest = self._stores.manifest(wanted.store, wanted.version)
+        manifest = self._stores.manifest(request.store, request.version)
         if manifest is None:
-            return self._base.stage(wanted)
+            return self._base.stage(request)
         if (record := manifest.adapter) is None:
-            self._check_base_stays(wanted)
-            return self._base.stage(wanted)
+            self._check_base_stays(request)
+            return self._base.stage(request)
         moves = not self._is_on(record)
         if moves:
-            self._check_base_moves(wanted.adapter, record)
-        status = self._stager.begin(wanted.key, self._preparing(wanted))
+            self._check_base_moves(request.adapter, record)
+        status = self._stager.begin(request.key, self._preparing(request))
         if status.state is StageState.READY and moves:
             return self._base.stage(_base_of(record))
         return status
 
-    def load(self, wanted: RequestedVersion) -> Applied:
+    def load(self, request: RequestedVersion) -> Applied:
         """Bring the engine to a version of a base or of an adapter; see EngineWeights.
 
         Raises ConfigError for a base that adapters in force do not fit, for an adapter without a
         name, and for one whose base differs from another adapter's in force.
         """
-        record = self._record(wanted)
+        record = self._record(request)
         if record is None:
-            self._check_base_stays(wanted)
-            return self._base.load(wanted)
-        if wanted.adapter is None:
+            self._check_base_stays(request)
+            return self._base.load(request)
+        if request.adapter is None:
             raise ConfigError(
-                f"{wanted.store} holds LoRA adapters: give the name that requests ask for it by "
+                f"{request.store} holds LoRA adapters: give the name that requests ask for it by "
                 "as `adapter`"
             )
-        return self._load_adapter(checked_name(wanted.adapter, what="adapter"), wanted, record)
+        return self._load_adapter(checked_name(request.adapter, what="adapter"), request, record)
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""
@@ -121,12 +121,12 @@ class AdaptedWeights:
         self._base.close()
         self._stores.close()
 
-    def _load_adapter(self, name: str, wanted: RequestedVersion, record: AdapterRecord) -> Applied:
-        coming = self._stager.take(wanted.key, self._preparing(wanted))
-        if coming.held is not self._of_store(wanted.store):
-            coming = self._stager.take(wanted.key, self._preparing(wanted))
+    def _load_adapter(self, name: str, request: RequestedVersion, record: AdapterRecord) -> Applied:
+        coming = self._stager.take(request.key, self._preparing(request))
+        if coming.held is not self._of_store(request.store):
+            coming = self._stager.take(request.key, self._preparing(request))
         applied = coming.copy.applied
-        wanted.check(applied.state_hash)
+        request.check(applied.state_hash)
         if not self._is_on(record):
             self._move_base(name, record, coming.form)
         self._slots.put(name, coming.form)
@@ -156,21 +156,21 @@ class AdaptedWeights:
                 f"bases in a store of their own, {_RESTART}"
             )
 
-    def _check_base_stays(self, wanted: RequestedVersion) -> None:
+    def _check_base_stays(self, request: RequestedVersion) -> None:
         if not self._held:
             return
-        manifest = self._stores.manifest(wanted.store, wanted.version)
+        manifest = self._stores.manifest(request.store, request.version)
         published = manifest.state_hash if manifest else None
         for name, copy in self._held.items():
             if copy.record.base_state_hash != published:
                 raise ConfigError(
-                    f"{wanted.store} version {wanted.version} is not what adapter {name} works on "
+                    f"{request.store} version {request.version} is not the base of adapter {name} "
                     f"({copy.record.base_store} version {copy.record.base_version}): load an "
                     f"adapter version for the new base, which brings the base along, {_RESTART}"
                 )
 
-    def _record(self, wanted: RequestedVersion) -> AdapterRecord | None:
-        manifest = self._stores.manifest(wanted.store, wanted.version)
+    def _record(self, request: RequestedVersion) -> AdapterRecord | None:
+        manifest = self._stores.manifest(request.store, request.version)
         return manifest.adapter if manifest else None
 
     def _is_on(self, record: AdapterRecord) -> bool:
@@ -180,13 +180,13 @@ class AdaptedWeights:
     def _of_store(self, store: str) -> AdapterCopy | None:
         return next((copy for copy in self._held.values() if copy.store == store), None)
 
-    def _preparing(self, wanted: RequestedVersion) -> Callable[[], _Coming]:
+    def _preparing(self, request: RequestedVersion) -> Callable[[], _Coming]:
         """The preparation as a callable, bound to the copy in force now."""
-        held = self._of_store(wanted.store)
-        return lambda: self._prepared(wanted, held)
+        held = self._of_store(request.store)
+        return lambda: self._prepared(request, held)
 
-    def _prepared(self, wanted: RequestedVersion, held: AdapterCopy | None) -> _Coming:
-        copy = self._stores.copied(wanted.store, wanted.version, held)
+    def _prepared(self, request: RequestedVersion, held: AdapterCopy | None) -> _Coming:
+        copy = self._stores.copied(request.store, request.version, held)
         with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
             copy.write_to(Path(directory))
             return _Coming(copy, self._slots.read(Path(directory)), held)

@@ -35,7 +35,7 @@ def install(backend: str) -> None:
 
     original: Callable[[torch.nn.Module, bool], None] | None = getattr(utils, _SYMBOL, None)
     if original is None:
-        _logger.warning("this vLLM packs CPU weights in a way that %r does not know", backend)
+        _logger.warning("this vLLM packs CPU weights in a form unknown to %r", backend)
         return
     if hasattr(original, _ORIGINAL):
         return

@@ -121,26 +121,26 @@ class EngineWeights:
         """Whether the weights are known to be a published version."""
         return self._loaded is not None
 
-    def stage(self, wanted: RequestedVersion) -> StageStatus:
+    def stage(self, request: RequestedVersion) -> StageStatus:
         """Prepare a version in the background; repeated calls return its progress."""
-        return self._stager.begin(wanted.key, self._preparing(wanted))
+        return self._stager.begin(request.key, self._preparing(request))
 
-    def load(self, wanted: RequestedVersion) -> Applied:
+    def load(self, request: RequestedVersion) -> Applied:
         """Bring the model to a version, prepared or not; raises if the model does not hold it.
 
         A failure before any write (unknown version, broken payload, other shapes) leaves the loaded
         version in force.
         """
-        if wanted.adapter is not None:
+        if request.adapter is not None:
             raise ConfigError(
-                f"{wanted.store} holds whole models, or this engine takes no adapters: give "
+                f"{request.store} holds whole models, or this engine takes no adapters: give "
                 "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
             )
-        prepared = self._stager.take(wanted.key, self._preparing(wanted))
-        if prepared.base != self._base_for(wanted.store):
-            prepared = self._stager.take(wanted.key, self._preparing(wanted))
+        prepared = self._stager.take(request.key, self._preparing(request))
+        if prepared.base != self._base_for(request.store):
+            prepared = self._stager.take(request.key, self._preparing(request))
         staged = prepared.staged
-        wanted.check(staged.expected.state_hash)
+        request.check(staged.expected.state_hash)
         self._loaded = None
         target = prepared.base.target or self._new_target(staged.layout)
         if prepared.base.target is None and isinstance(target, RankMap):
@@ -149,10 +149,10 @@ class EngineWeights:
             staged = staged.narrowed(target.selection)
         self._forms = prepared.trial.forms
         self._retired.append(prepared)
-        applied = self._settled(self._receiver(wanted.store), staged, prepared.trial, target)
+        applied = self._settled(self._receiver(request.store), staged, prepared.trial, target)
         self._mended += prepared.mends
         self._base = _Base(target, applied.version)
-        self._loaded = (wanted.store, applied)
+        self._loaded = (request.store, applied)
         return applied
 
     def paced_by(self, pace: Pace) -> None:
@@ -184,11 +184,11 @@ class EngineWeights:
             receiver.close()
         self._receivers.clear()
 
-    def _preparing(self, wanted: RequestedVersion) -> Callable[[], _Prepared]:
+    def _preparing(self, request: RequestedVersion) -> Callable[[], _Prepared]:
         """The preparation as a callable, bound to the version loaded now."""
-        base = self._base_for(wanted.store)
-        receiver = self._receiver(wanted.store)
-        return lambda: self._prepared(receiver, base, wanted)
+        base = self._base_for(request.store)
+        receiver = self._receiver(request.store)
+        return lambda: self._prepared(receiver, base, request)
 
     def _base_for(self, store: str) -> _Base:
         target = self._base.target
@@ -199,18 +199,18 @@ class EngineWeights:
             return _Base(target)
         return self._base
 
-    def _prepared(self, receiver: Receiver, base: _Base, wanted: RequestedVersion) -> _Prepared:
+    def _prepared(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
         target = base.target
         receiver.select(target.selection if isinstance(target, RankMap) else None)
         held = None if target is None or receiver.is_partial else target.layout()
-        staged = self._staged(receiver, base.version, wanted, target, held)
+        staged = self._staged(receiver, base.version, request, target, held)
         if target is None:
             return _Prepared(base=base, staged=staged)
         try:
             return self._on_trial(base, target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
-            staged = self._staged(receiver, None, wanted, target, None)
+            staged = self._staged(receiver, None, request, target, None)
             return replace(self._on_trial(base, target, staged), mends=True)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
@@ -231,16 +231,16 @@ class EngineWeights:
         self,
         receiver: Receiver,
         current: WeightVersion | None,
-        wanted: RequestedVersion,
+        request: RequestedVersion,
         target: Target | None,
         held: Layout | None,
     ) -> Staged:
         """Raises ConfigError for another model's version, with nothing touched."""
-        staged = receiver.prepare(current, wanted.version, held=held, check=wanted.check)
+        staged = receiver.prepare(current, request.version, held=held, check=request.check)
         if target is not None and target.layout() != staged.layout:
             other = difference(target.layout(), staged.layout)
             raise ConfigError(
-                f"store {wanted.store} holds another model than this engine's: {other}; an engine "
+                f"store {request.store} holds another model than this engine's: {other}; an engine "
                 "that starts anew takes it, if it is the same model in another dtype"
             )
         if isinstance(target, RankMap):

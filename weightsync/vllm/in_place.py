@@ -4,7 +4,7 @@ On trial every tensor is copied, changed and hashed, so that a base or a delta t
 lead to the published state is found before anything is touched; packed forms of linear layers are
 made from the very copies that were hashed. A foreign store has checksums of changed tensors only,
 so that its trial covers these. A rank's box of a tensor has no published digest: before the change
-it must have that of the last update. In the pause each block is hashed as soon as it is written,
+it must have that of the last update. In the pause each tile is hashed as soon as it is written,
 while the processor's cache holds it, so that all weights are read once instead of twice; the
 digests must be those of the trial.
 """
@@ -84,7 +84,9 @@ def applied_in_place(
     target.finish(staged.changed)
     for name, digest in digests.items():
         if trial.digests.get(name) != digest:
-            raise Corrupt(f"{name} is not what was published after the update: another writer?")
+            raise Corrupt(
+                f"{name} differs from the published one after the update: another writer?"
+            )
     return staged.applied(str(staged.expected.state_hash), seconds=clock.now() - started)
 
 
@@ -135,7 +137,7 @@ def tried_on_copies(
             check_digests(staged.expected, staged.layout, published)
         except Corrupt as error:
             raise Corrupt(
-                f"version {staged.plan.target} on top of what this engine holds would not be the "
+                f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
     return Trial(forms, digests)

@@ -60,7 +60,7 @@ def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -
         if type(layer).__name__ in _ADAPTED_EXPERTS:
             raise Unsupported(
                 f"backend rosemux: {name} are experts that take LoRA adapters; their method is "
-                "another one then, whose form of the weights has not been compared with a fresh "
+                "another one then, and its form of the weights was never compared with a fresh "
                 "engine's. Name the layers that adapters train in --lora-target-modules, without "
                 "experts"
             )

@@ -147,4 +147,4 @@ def _stage(
 
 
 def _never(_weights: object) -> None:
-    raise Unsupported("weights are taken from a store")
+    raise Unsupported("this engine takes weights from a store: name store and version")

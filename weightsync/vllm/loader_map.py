@@ -45,7 +45,7 @@ _SEED = 20240607
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LoaderCopy:
     """One copy of the loader: a strided piece of a checkpoint tensor, and its destination."""
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class LoaderMap(HostTarget):
     def __init__(
         self,
         layout: Layout,
-        segments: Mapping[str, list[Segment]],
+        segments: Mapping[str, list[LoaderCopy]],
         after: Callable[[Collection[int]], object],
         passed_over: Collection[str] = (),
         copies: Mapping[str, torch.Tensor] | None = None,
@@ -215,10 +215,10 @@ def traced(
 
 def recorded(
     model: Any, layout: Layout, loading: AbstractContextManager[object] | None = None
-) -> dict[str, list[Segment]]:
+) -> dict[str, list[LoaderCopy]]:
     """Run the model's loader on the tensors that `drawn` makes; returns the copies of each."""
     names: dict[int, str] = {}
-    segments: dict[str, list[Segment]] = defaultdict(list)
+    segments: dict[str, list[LoaderCopy]] = defaultdict(list)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in layout.items():
@@ -235,7 +235,7 @@ def recorded(
             return
         name = names.get(source.untyped_storage().data_ptr())
         if name is not None and source.shape == destination.shape:
-            segment = Segment(
+            segment = LoaderCopy(
                 tuple(source.shape),
                 source.stride(),
                 int(source.storage_offset()),
@@ -257,11 +257,11 @@ def drawn(name: str, spec: TensorSpec) -> torch.Tensor:
     return _tensor(_drawn(name, spec), spec)
 
 
-def is_held(segment: Segment, checkpoint: torch.Tensor) -> bool:
+def is_held(segment: LoaderCopy, checkpoint: torch.Tensor) -> bool:
     """Whether runtime storage has the piece of a checkpoint tensor, bit for bit."""
     held = segment.destination
-    wanted = segment.of(checkpoint).to(device=held.device, dtype=held.dtype)
-    parts = (part.contiguous().view(-1).view(torch.uint8) for part in (held, wanted))
+    expected = segment.of(checkpoint).to(device=held.device, dtype=held.dtype)
+    parts = (part.contiguous().view(-1).view(torch.uint8) for part in (held, expected))
     return torch.equal(*parts)
 
 
@@ -282,14 +282,14 @@ def no_place(name: str) -> ConfigError:
     )
 
 
-def _beside(layout: Layout, name: str) -> Segment:
+def _beside(layout: Layout, name: str) -> LoaderCopy:
     """Separate memory for a matrix that may equal another one; raises Unsupported for any other
     shape: vectors of ones equal others by chance."""
     spec = layout[name]
     if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
         raise Unsupported(f"the loader does not copy {name} as it is")
     kept = zero_tensor(spec)
-    return Segment(tuple(kept.shape), kept.stride(), 0, kept)
+    return LoaderCopy(tuple(kept.shape), kept.stride(), 0, kept)
 
 
 @contextmanager

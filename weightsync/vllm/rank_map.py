@@ -28,8 +28,8 @@ from weightsync.receive.held_parts import (
     whole_box,
 )
 from weightsync.vllm.loader_map import (
+    LoaderCopy,
     LoaderMap,
-    Segment,
     drawn,
     is_held,
     no_place,
@@ -62,7 +62,7 @@ class RankMap(LoaderMap):
         self,
         selection: HeldBoxes,
         layout: Layout,
-        segments: Mapping[str, list[Segment]],
+        segments: Mapping[str, list[LoaderCopy]],
         after: Callable[[Collection[int]], object],
         *,
         copies: Mapping[str, torch.Tensor],
@@ -110,7 +110,7 @@ def traced_rank(
     if any(len(layout[name].shape) < 2 for name in missing):
         raise Unsupported(f"the loader does not copy {min(missing)} as it is")
     boxes: dict[str, list[SliceRecord]] = {}
-    segments: dict[str, list[Segment]] = {}
+    segments: dict[str, list[LoaderCopy]] = {}
     copies: dict[str, torch.Tensor] = {}
     for name, parts in recorded_segments.items():
         spec = layout[name]
@@ -127,7 +127,7 @@ def traced_rank(
         for box, held in places:
             piece = held.view(box.lengths)
             strides = tuple(element_strides(box.lengths))
-            segments[held_name(box, boxes[name])] = [Segment(box.lengths, strides, 0, piece)]
+            segments[held_name(box, boxes[name])] = [LoaderCopy(box.lengths, strides, 0, piece)]
     if copies:
         _logger.warning(
             "%s and %d other tensors (%d bytes) stay in host memory too: this rank computes from "
@@ -142,7 +142,7 @@ def traced_rank(
 
 
 def _boxes(
-    name: str, spec: TensorSpec, parts: Sequence[Segment]
+    name: str, spec: TensorSpec, parts: Sequence[LoaderCopy]
 ) -> list[tuple[SliceRecord, torch.Tensor]] | None:
     """The boxes of the copies, with their places; None if a box is not stored unchanged in its
     place, or places overlap."""
@@ -160,7 +160,7 @@ def _boxes(
     return boxes if len({box.entry for box, _ in boxes}) == len(boxes) else None
 
 
-def _box_of(name: str, spec: TensorSpec, part: Segment) -> SliceRecord | None:
+def _box_of(name: str, spec: TensorSpec, part: LoaderCopy) -> SliceRecord | None:
     """The box of a tensor with the elements of a copy in their order; None without one."""
     if not spec.shape or not spec.elements:
         return whole_box(name, spec)
@@ -188,7 +188,7 @@ def _steps(lengths: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
     return steps
 
 
-def _rows(name: str, spec: TensorSpec, parts: Sequence[Segment]) -> SliceRecord:
+def _rows(name: str, spec: TensorSpec, parts: Sequence[LoaderCopy]) -> SliceRecord:
     """The rows of a tensor from the first to the last element of its copies."""
     if not spec.shape or not spec.elements:
         return whole_box(name, spec)
@@ -203,6 +203,6 @@ def _rows(name: str, spec: TensorSpec, parts: Sequence[Segment]) -> SliceRecord:
     return SliceRecord(name, spec.shape, (first, *(0 for _ in rest)), (count, *rest))
 
 
-def _within(part: Segment, rows: SliceRecord) -> Segment:
+def _within(part: LoaderCopy, rows: SliceRecord) -> LoaderCopy:
     """The same piece, with its offset relative to the first held row."""
     return replace(part, offset=part.offset - sum(rows.offsets[:1]) * prod(rows.shape[1:]))

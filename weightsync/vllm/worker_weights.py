@@ -51,7 +51,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if requested.adapter is not None:
             checked_name(requested.adapter, what="adapter")
         if type(requested.version) is not int or requested.version < 1:
-            raise PeerProtocolError(f"version {requested.version!r}: a number from 1")
+            raise PeerProtocolError(f"version {requested.version!r}: use a number from 1")
 
 
 class WorkerWeights:
@@ -167,7 +167,7 @@ def _weight_root(model_config: Any) -> StoreRoot:
         BaseCheckpoint(base)
     try:
         if not location:
-            raise ConfigError("it is not set")
+            raise ConfigError(f"{ROOT_VARIABLE} is not set")
         return StoreRoot(location, base_checkpoint=base)
     except ConfigError as error:
         raise ConfigError(
@@ -179,5 +179,5 @@ def _weight_root(model_config: Any) -> StoreRoot:
 def _bytes_of(variable: str, default: int) -> int:
     given = os.environ.get(variable, str(default))
     if not given.isdecimal():
-        raise ConfigError(f"{variable}={given!r}: a number of bytes")
+        raise ConfigError(f"{variable}={given!r}: use a number of bytes")
     return int(given)

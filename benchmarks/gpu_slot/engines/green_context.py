@@ -35,8 +35,8 @@ def partition(guest_ratio: float) -> Partition:
     device = checked(library, "cuDeviceGet", 0)
     kind = library.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = checked(library, "cuDeviceGetDevResource", device, kind)
-    wanted = max(1, round(guest_ratio * whole.sm.smCount))
-    groups, _, rest = checked(library, "cuDevSmResourceSplitByCount", 1, whole, 0, wanted)
+    required = max(1, round(guest_ratio * whole.sm.smCount))
+    groups, _, rest = checked(library, "cuDevSmResourceSplitByCount", 1, whole, 0, required)
     made = [_context(library, device, resource) for resource in (rest, groups[0])]
     (production, production_stream), (guest, guest_stream) = made
     return Partition(

@@ -57,7 +57,7 @@ class Production:
     def _expect(self, word: str) -> None:
         answer = self._answer()
         if answer != word:
-            raise RuntimeError(f"production said {answer[:80]!r} where {word!r} was due")
+            raise RuntimeError(f"production replied {answer[:80]!r} where {word!r} was due")
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

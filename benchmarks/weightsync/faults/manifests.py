@@ -82,8 +82,8 @@ def _duplicate_keys(world: FaultWorld) -> None:
     text = index.read_text()
     other = world.index(HELD_VERSION).read_text()
     metadata = json.dumps(json.loads(other)["metadata"])
-    block = json.dumps(json.loads(other)["rosemux"])
-    extra = world.rng.choice([f'"metadata": {metadata}', f'"rosemux": {block}'])
+    section = json.dumps(json.loads(other)["rosemux"])
+    extra = world.rng.choice([f'"metadata": {metadata}', f'"rosemux": {section}'])
     begin, end = text.index("{"), text.rindex("}")
     front = world.rng.random() < 0.5
     text = f"{{{extra},{text[begin + 1 :]}" if front else f"{text[:end]},{extra}}}"
@@ -204,7 +204,7 @@ MANIFESTS: tuple[Fault, ...] = (
         ),
     ),
     damaging(
-        "our block with absurd fields",
+        "our section with absurd fields",
         _index_field(
             *((("rosemux", "files", _A_FILE, "bytes"), value) for value in _HUGE),
             *((("rosemux", "bytes_dense"), value) for value in _HUGE),

@@ -182,7 +182,7 @@ class FaultWorld:
         shutil.copytree(self.template.held, target)
 
     def make_foreign(self) -> None:
-        """Makes the store like slime's and others': no block of ours, no READY, no anchors."""
+        """Makes the store like slime's and others': no section of ours, no READY, no anchors."""
         for root in (self.store, self.pristine):
             for extra in (*root.glob("anchor_*"), *root.glob("skip_*")):
                 shutil.rmtree(extra)

@@ -85,7 +85,7 @@ class Zygote:
     def _expect(self, word: str) -> None:
         line = self._line()
         if line.strip() != word.encode():
-            raise RuntimeError(f"the fork server said {line!r}")
+            raise RuntimeError(f"the fork server replied {line!r}")
 
     def _line(self) -> bytes:
         line = self._pipe(self._process.stdout).readline()

@@ -179,7 +179,7 @@ def check_directory(path: Path, *, owners: frozenset[int]) -> None:
         raise ConfigError(f"pages {path} is a link or no directory: name the directory itself")
     if found.st_uid not in owners | {0}:
         raise ConfigError(
-            f"pages {path} belongs to user {found.st_uid}, who could swap what is in it: remove "
+            f"pages {path} belongs to user {found.st_uid}, which could replace its files: remove "
             f"it, chown it to root or user {' or '.join(map(str, sorted(owners)))}, or name that "
             "user as the agent's (owners.agent)"
         )
@@ -201,5 +201,5 @@ def _check_way(path: Path) -> None:
             raise ConfigError(f"cannot use pages {path}: {above}: {error.strerror}") from error
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ConfigError(
-                f"pages {path}: every local user may swap what is in {above}: chmod o-w {above}"
+                f"pages {path}: every local user may replace files in {above}: chmod o-w {above}"
             )

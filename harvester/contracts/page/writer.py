@@ -20,7 +20,7 @@ from harvester.contracts.page.seal import (
     pack_head,
     sequence_of,
 )
-from harvester.contracts.page.writer_lock import WriterLock, is_at, open_own, refusal
+from harvester.contracts.page.writer_lock import WriterLock, is_same_file, open_own, refusal
 
 R = TypeVar("R", bound=Record)
 
@@ -88,13 +88,13 @@ class PageWriter(Generic[R]):
         if not self._lock.in_place():
             return False
         self.contested = self._lock.contested()
-        return self._fd >= 0 and is_at(self.path, self._opened, least_bytes=PAGE_BYTES)
+        return self._fd >= 0 and is_same_file(self.path, self._opened, least_bytes=PAGE_BYTES)
 
     def close(self, *, unlink: bool = False) -> None:
         """`unlink` removes the page, unless a successor has recreated it."""
         if self._fd < 0:
             return
-        if unlink and self._lock.held and is_at(self.path, self._opened):
+        if unlink and self._lock.held and is_same_file(self.path, self._opened):
             self.path.unlink(missing_ok=True)
         self._bell.close()
         os.close(self._fd)

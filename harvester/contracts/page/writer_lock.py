@@ -31,7 +31,7 @@ class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a faul
     """Another living process writes the page."""
 
 
-def is_at(path: Path, opened: os.stat_result, *, least_bytes: int = 0) -> bool:
+def is_same_file(path: Path, opened: os.stat_result, *, least_bytes: int = 0) -> bool:
     """Whether the path names the opened file: not deleted, not recreated, and not cut short."""
     try:
         there = os.lstat(path)
@@ -83,7 +83,7 @@ class WriterLock:
 
     def in_place(self) -> bool:
         """Whether the path still names the file that is locked."""
-        return self._fd >= 0 and is_at(self.path, self._opened)
+        return self._fd >= 0 and is_same_file(self.path, self._opened)
 
     def close(self) -> None:
         """Give lock and claim up; they may be taken again."""
@@ -111,8 +111,8 @@ class WriterLock:
 
     def _set(self, kind: int, byte: int) -> bool:
         try:
-            wanted = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, wanted)
+            lock_range = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock_range)
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:

@@ -71,7 +71,7 @@ class GatewayStatus(GatewayFleet, frozen=True, kw_only=True):
     target_version: WeightVersion | None = None
     settled: bool = False
     queued_turns: int = 0
-    held_turns: int = 0
+    deferred_turns: int = 0
     placed_turns: int = 0
     dispatched: dict[str, int] = {}
     leases: tuple[GatewayLease, ...] = ()

@@ -245,7 +245,7 @@ class GenerateReply(PromptScores, frozen=True, kw_only=True, omit_defaults=True)
 PublishedNumber: TypeAlias = Annotated[WeightVersion, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
-class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnnouncedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: PublishedNumber
     store: str
     state_hash: Annotated[str, msgspec.Meta(max_length=128)] = ""

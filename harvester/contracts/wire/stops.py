@@ -114,11 +114,11 @@ class StopRequest(
             if given := getattr(self, what):
                 checked_name(given, what=what)
         if not (self.by.isprintable() and self.reason.isprintable()):
-            raise PeerProtocolError("by, reason: use one line of printable characters")
+            raise PeerProtocolError("reason, by: use one line of printable characters")
         if self.slot and (self.tenant or self.cluster):
             raise PeerProtocolError("slot: goes neither with tenant nor with cluster")
         if self.order is not StopOrder.NONE and not self.reason.strip():
-            raise PeerProtocolError("reason: say why, for those who find the slots stopped")
+            raise PeerProtocolError("reason: state why the slots stop")
 
 
 class StopReply(msgspec.Struct, frozen=True, kw_only=True):

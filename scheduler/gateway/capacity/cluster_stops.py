@@ -157,8 +157,8 @@ class ClusterStops:
         return True
 
 
-def _differs(wanted: Stop, held: Stop | None) -> bool:
+def _differs(required: Stop, held: Stop | None) -> bool:
     """Whether the agent's order must change; a stronger order of another gateway stays as it is."""
-    if wanted.order is StopOrder.NONE:
-        return held is not None and held.number <= wanted.number
-    return held is None or held.order.strength < wanted.order.strength
+    if required.order is StopOrder.NONE:
+        return held is not None and held.number <= required.number
+    return held is None or held.order.strength < required.order.strength

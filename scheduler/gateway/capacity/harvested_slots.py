@@ -29,7 +29,7 @@ from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
-from scheduler.gateway.capacity.service_budgets import ServiceBudgets
+from scheduler.gateway.capacity.shared_budgets import BudgetAllotments
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.fleet_member import Member
@@ -40,7 +40,7 @@ from scheduler.gateway.policy.capacity import (
     CapacitySample,
     Demand,
     DropLease,
-    OfferedSlot,
+    LeasableSlot,
     ReleaseLease,
     RenewLease,
     SlotRefusal,
@@ -92,7 +92,7 @@ class Harvest:
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
-        self.budgets = ServiceBudgets(state, clock)
+        self.budgets = BudgetAllotments(state, clock)
         self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
         self.unrecorded: set[LeaseId] = set()
@@ -142,7 +142,7 @@ class Harvest:
         sample = CapacitySample(
             demands=demands,
             slots=tuple(
-                OfferedSlot(
+                LeasableSlot(
                     slot=offer.slot,
                     agent=agent,
                     free=offer.state is SlotState.OFFERED
@@ -269,7 +269,7 @@ class Harvest:
                 refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
                 self._refusals.append(refusal)
             case LeaseGranted(slot=slot) if slot != effect.slot:
-                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                _log.warning("agent %s: requested %s, granted %s", effect.agent, effect.slot, slot)
                 self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
             case LeaseGranted() as granted:
                 lease = Lease(
@@ -281,7 +281,7 @@ class Harvest:
                     # The grantor counts from its reply, later than the question.
                     expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
                 )
-                self._hold(lease, granted.forecasts)
+                self._take_in(lease, granted.forecasts)
 
     async def _renew(self, lease: Lease) -> None:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
@@ -306,9 +306,9 @@ class Harvest:
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
                 expires_s = called_at_s + min(reply.duration_s, duration_s)
-                self._hold(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
+                self._take_in(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
 
-    def _hold(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
+    def _take_in(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
         known = self.leases.get(lease.lease)
         self.leases[lease.lease] = lease
         idle_ratio = _forecast_ratio(forecasts)
@@ -351,7 +351,7 @@ class Harvest:
         itself."""
         lease = self.leases.get(name)
         try:
-            self._state.end(name) if lease is None else self._state.hold(lease)
+            self._state.end(name) if lease is None else self._state.keep_lease(lease)
         except sqlite3.Error as error:
             if not self.unrecorded:
                 _log.error("leases cannot be recorded in state_file: %s", error)

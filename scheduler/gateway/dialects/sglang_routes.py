@@ -229,7 +229,7 @@ class _SGLangRequest:
         for name, value in body.items():
             if name not in _FIELDS and value not in _NEUTRAL:
                 known = name in (*_NAMES, *_SAME, *_GRAMMARS)
-                what = "it belongs in sampling_params" if known else "not offered; leave it out"
+                what = "send it in sampling_params" if known else "not offered; leave it out"
                 what = NO_MEDIA if name in _MEDIA else what
                 raise PeerProtocolError(f"{name}: {what}")
         text, ids = body.get("text"), body.get("input_ids")

@@ -21,7 +21,7 @@ StoppedTexts: TypeAlias = "dict[str, StoppedText]"
 class StoppedText:
     """One text of a streamed choice, without the stop string that ends it.
 
-    A tail as long as a stop string is held back until it cannot be the beginning of a stop string.
+    Its last characters are kept back until they cannot be the beginning of a stop string.
     """
 
     def __init__(self, turn: GenerateRequest) -> None:

@@ -77,7 +77,7 @@ class TextRoutes:
         for card in self._cards(request):
             if card["id"] == request.match_info["model"]:
                 return json_reply(card)
-        raise web.HTTPNotFound(reason="no such model; GET /v1/models names them")
+        raise web.HTTPNotFound(reason="no such model; GET /v1/models lists the models")
 
     def _cards(self, request: web.Request) -> list[Body]:
         names = sorted(self._scheduler.model_names(self._job_of(request)))

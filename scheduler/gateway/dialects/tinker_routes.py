@@ -138,7 +138,7 @@ class TinkerRoutes:
             promise.drop()
             promise = None
         if promise is not None and promise.request != digest:
-            raise IdInUse(f"seq_id: {name} is of another request; use a new one")
+            raise IdInUse(f"seq_id: {name} belongs to another request; use a new one")
         if promise is None:
             tenant = self._scheduler.jobs[job].tenant
             held = ExitStack()
@@ -254,7 +254,7 @@ class _Promise:
 def _checked_sampler(sampler: str) -> re.Match[str]:
     found = _SAMPLER.fullmatch(sampler)
     if found is None:
-        raise PeerProtocolError(f"sampling_session_id: {sampler[:100]!r} was not given here")
+        raise PeerProtocolError(f"sampling_session_id: this gateway gave no {sampler[:100]!r}")
     return found
 
 

@@ -12,7 +12,7 @@ POST /reset_prefix_cache            GET and POST /flush_cache
 GET  /weight_info   GET /get_world_size   GET /is_sleeping
 
 The same routes are under /v1/jobs/{job}/vllm, with GET /health. An update is a publish: it returns
-when the job's dedicated engines hold the version. A paused job's turns are held, and a client that
+when the job's dedicated engines hold the version. A paused job's turns wait, and a client that
 waits gets its tokens after the pause. Rendezvous of transports that need the trainer and each
 engine in one group (NCCL, CUDA IPC) are refused at once: an engine that comes or goes must not end
 the group. So is what would reach past the gateway into its engines.

@@ -191,14 +191,14 @@ class EngineClient:
         """The prompt's log-probabilities, which vLLM does not stream: by a call that samples one
         token and drops it. Raises as generate."""
         body = generate_body(attempt, f"{request_id}.prompt", priority, self._model)
-        wanted = attempt.sampling_params
-        scores = wanted.scores_of(len(attempt.token_ids))
+        requested = attempt.sampling_params
+        scores = requested.scores_of(len(attempt.token_ids))
         body["stream"] = False
         body["sampling_params"] = {
             "max_tokens": 1,
-            "prompt_logprobs": wanted.prompt_logprobs,
-            "prompt_logprob_token_ids": wanted.prompt_logprob_token_ids,
-            "prompt_logprob_start": wanted.prompt_logprob_start,
+            "prompt_logprobs": requested.prompt_logprobs,
+            "prompt_logprob_token_ids": requested.prompt_logprob_token_ids,
+            "prompt_logprob_start": requested.prompt_logprob_start,
             "extra_args": body["sampling_params"]["extra_args"],
         }
         async with self._replying(body, epoch) as reply:
@@ -274,13 +274,13 @@ class EngineClient:
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
     async def stage(
-        self, wanted: HeldWeights, *, timeout_s: float, adapter: str | None = None
+        self, target: HeldWeights, *, timeout_s: float, adapter: str | None = None
     ) -> StageReply:
         """Have the engine prepare a version while it samples.
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
-        given: dict[str, Any] = {"store": wanted.store, "version": wanted.version}
+        given: dict[str, Any] = {"store": target.store, "version": target.version}
         given |= {} if adapter is None else {"adapter": adapter}
         call = {"method": WorkerMethod.STAGE, "kwargs": given}
         try:
@@ -296,7 +296,7 @@ class EngineClient:
             return StageReply(ready=False)
 
     async def switch(
-        self, wanted: HeldWeights, *, timeout_s: float, adapter: str | None = None
+        self, target: HeldWeights, *, timeout_s: float, adapter: str | None = None
     ) -> EngineDescription:
         """Bring the engine to a version; on return it samples with nothing older.
 
@@ -306,32 +306,32 @@ class EngineClient:
         old weights is dropped and that of kept requests is computed again.
         Raises EngineLost; the engine may then be paused, which the next switch ends.
         """
-        model = adapter if wanted.version else None
+        model = adapter if target.version else None
         try:
             async with asyncio.timeout(timeout_s):
-                if wanted.version:
-                    await self._load(wanted, adapter)
-                description = await self._confirm(wanted, adapter=model)
+                if target.version:
+                    await self._load(target, adapter)
+                description = await self._confirm(target, adapter=model)
             self._model = model
             return description
         except (*_BROKEN, EngineLost) as error:
             self.forget()
-            what = f"switch to {wanted.store} {wanted.version}" if wanted.version else "version 0"
+            what = f"switch to {target.store} {target.version}" if target.version else "version 0"
             fault, change = f"{what}: {reason_of(error)}", _left_by(error)
             lost = EngineUnreachable(fault, change) if change is Change.PROCESS else None
             raise lost or EngineLost(fault) from error
 
-    async def _load(self, wanted: HeldWeights, adapter: str | None) -> None:
-        optional = {"state_hash": wanted.state_hash or None, "adapter": adapter}
+    async def _load(self, target: HeldWeights, adapter: str | None) -> None:
+        optional = {"state_hash": target.state_hash or None, "adapter": adapter}
         given = {name: value for name, value in optional.items() if value is not None}
         await self._post("/pause", params={"mode": "keep"})
         if not self._transfer_ready:
             await self._post("/init_weight_transfer_engine", {"init_info": {}})
             self._transfer_ready = True
         await self._begin_update()
-        update = {"update_info": {"store": wanted.store, "version": wanted.version, **given}}
+        update = {"update_info": {"store": target.store, "version": target.version, **given}}
         await self._post("/update_weights", update)
-        await self._post("/finish_weight_update", {"weight_version": str(wanted.version)})
+        await self._post("/finish_weight_update", {"weight_version": str(target.version)})
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
 
@@ -345,20 +345,22 @@ class EngineClient:
         except _BROKEN as error:
             raise EngineLost(f"cannot read the engine's weights: {reason_of(error)}") from error
         if len({(worker.store, worker.version) for worker in held}) != 1:
-            raise EngineLost("its workers do not report the same weights")
+            raise EngineLost("the engine's workers report different weights")
         if not self._stamped:
-            raise EngineLost(f"its replies do not show an update: start it with {_IDENTITY}")
+            raise EngineLost(
+                f"the engine's replies do not show an update: start it with {_IDENTITY}"
+            )
         return description, held[0]
 
-    async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
-        """Checks that every worker holds `wanted`; from here on the engine must stay the same
+    async def _confirm(self, target: HeldWeights, *, adapter: str | None) -> EngineDescription:
+        """Checks that every worker holds `target`; from here on the engine must stay the same
         one."""
-        description, held = await self._identified(updated=bool(wanted.version))
+        description, held = await self._identified(updated=bool(target.version))
         workers = [each.of(adapter) for each in held]
         for worker in workers:
-            if (worker.store, worker.version) != (wanted.store, wanted.version):
+            if (worker.store, worker.version) != (target.store, target.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
-                remedy = "" if wanted.version else _UNKNOWN_VERSION
+                remedy = "" if target.version else _UNKNOWN_VERSION
                 raise EngineLost(f"a worker holds {named}{remedy}")
         if not held:
             raise EngineLost("no worker reports its weights")
@@ -379,7 +381,7 @@ class EngineClient:
         held = await self._identity_client.held() if answers else (HeldWeights(),)
         after, _ = await self._identity_client.report()
         if before.identity != after.identity:
-            raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
+            raise EngineChanged(f"engine {after.identity} answers, no more {before.identity}")
         self.identity, self._stamped = after.identity, stamped
         return after.description, held
 

@@ -103,7 +103,7 @@ class StreamedReply:
                 raise self._fault
             await self._more()
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise PeerProtocolError("a compressed reply, which was not asked for")
+            raise PeerProtocolError("a compressed reply to a request for a plain one")
 
     async def _more(self, wait_s: float = 0.0) -> None:
         """Waits for more bytes; with `wait_s`, at most that long for the end."""

@@ -35,7 +35,7 @@ def accepted(
     if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
         raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
     if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
-        raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
+        raise EngineLost(f"protocol: tokens {token_ids[:8]} not below {vocabulary_tokens}")
     if logprobs and (most := max(each.logprob for each in logprobs)) > most_logprob:
         raise EngineLost(
             f"protocol: log-probability {most:g}, above 0; run vLLM with "

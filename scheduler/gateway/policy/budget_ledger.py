@@ -38,8 +38,8 @@ class HourKey(msgspec.Struct, frozen=True, order=True):
     hour: int
 
 
-class ServiceHour(msgspec.Struct, frozen=True, kw_only=True):
-    """One hour of all slots of a service."""
+class SharedHour(msgspec.Struct, frozen=True, kw_only=True):
+    """One hour of all slots of a production service."""
 
     served: Served = Served()
     excess: float = 0.0
@@ -84,8 +84,8 @@ class SlotAccount(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceBudget:
-    """One service's error budget, in misses of 28 days."""
+class SharedBudget:
+    """Error budget that the slots of a production service share, in misses of 28 days."""
 
     service: str
     budget: float
@@ -103,13 +103,13 @@ class BudgetLedger:
     def __init__(
         self,
         accounts: dict[LifeKey, SlotAccount] | None = None,
-        hours: dict[HourKey, ServiceHour] | None = None,
+        hours: dict[HourKey, SharedHour] | None = None,
     ) -> None:
         self.accounts = accounts or {}
         self.hours = hours or {}
         self.changed: set[LifeKey | HourKey] = set()
         """Keys of records that are new, changed or gone since they were stored."""
-        self._budgets: dict[str, ServiceBudget] = {}
+        self._budgets: dict[str, SharedBudget] = {}
         """Known since the last report."""
 
     def observe(self, report: BudgetReport, *, slot: str, epoch: Epoch, now: float) -> None:
@@ -198,19 +198,19 @@ class BudgetLedger:
         self.changed.add(key)
         return allotment
 
-    def budget(self, service: str, *, now: float) -> ServiceBudget:
+    def budget(self, service: str, *, now: float) -> SharedBudget:
         found = self._budgets.get(service)
         if found is None:
             found = self._budgets[service] = self._budget(service, now)
         return found
 
-    def budgets(self, *, now: float) -> list[ServiceBudget]:
+    def budgets(self, *, now: float) -> list[SharedBudget]:
         return [self._budget(name, now) for name in sorted({key.service for key in self.accounts})]
 
     def _of(self, service: str) -> Iterable[tuple[LifeKey, SlotAccount]]:
         return ((key, each) for key, each in self.accounts.items() if key.service == service)
 
-    def _budget(self, service: str, now: float) -> ServiceBudget:
+    def _budget(self, service: str, now: float) -> SharedBudget:
         accounts = [each for _, each in self._of(service)]
         hours = {key.hour: each for key, each in self.hours.items() if key.service == service}
         served = sum((each.served for each in hours.values()), Served())
@@ -219,7 +219,7 @@ class BudgetLedger:
         # Misses are reported only by slots without proof slices, which have no excess.
         pooled = charged_misses(served, excess, granted_hours=granted_hours) + served.misses
         allowed = min((each.allowed_ratio for each in accounts), default=0.0) * served.requests
-        return ServiceBudget(
+        return SharedBudget(
             service=service,
             budget=max(allowed, min((each.minimum_misses for each in accounts), default=0.0)),
             spent=max(pooled, sum(each.charged for each in accounts)),
@@ -232,8 +232,8 @@ class BudgetLedger:
         before = account.in_hour if account.hour == hour else Served()
         account.hour, account.in_hour = hour, before + new
         key = HourKey(life.service, hour)
-        known = self.hours.get(key, ServiceHour())
-        self.hours[key] = ServiceHour(
+        known = self.hours.get(key, SharedHour())
+        self.hours[key] = SharedHour(
             served=known.served + new,
             excess=known.excess + account.in_hour.excess - before.excess,
         )

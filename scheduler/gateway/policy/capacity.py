@@ -46,7 +46,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     s_per_token: dict[EngineId, float] = {}
 
 
-class OfferedSlot(msgspec.Struct, frozen=True, kw_only=True):
+class LeasableSlot(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     agent: str
     free: bool
@@ -65,7 +65,7 @@ class SlotRefusal(msgspec.Struct, frozen=True, kw_only=True):
 
 class CapacitySample(msgspec.Struct, frozen=True, kw_only=True, tag="capacity"):
     demands: tuple[Demand, ...] = ()
-    slots: tuple[OfferedSlot, ...] = ()
+    slots: tuple[LeasableSlot, ...] = ()
     leases: tuple[Lease, ...] = ()
     refusals: tuple[SlotRefusal, ...] = ()
     """Refused requests since the previous sample."""
@@ -159,23 +159,23 @@ class CapacityPolicy:
         effects: list[CapacityEffect] = []
         for lease in sorted(sample.leases, key=lambda lease: lease.lease):
             self._calls.pop(lease.slot, None)
-            effects += self._hold(lease, sample, kept, now)
+            effects += self._keep_or_drop(lease, sample, kept, now)
         return (*effects, *self._take(sample, kept, now))
 
-    def _hold(
+    def _keep_or_drop(
         self, lease: Lease, sample: CapacitySample, kept: dict[SlotId, Lease], now: float
     ) -> list[CapacityEffect]:
         config = self._config
         if not lease.usable(now=now, margin_s=config.margin_s):
             reason = "not renewed in time"
             return [DropLease(lease=lease.lease, agent=lease.agent, reason=reason)]
-        unwanted = self._unwanted(lease.job, sample, now)
+        needless = self._needless(lease.job, sample, now)
         if lease.slot in kept:
-            unwanted = "the slot is held by another lease"
+            needless = "the slot is held by another lease"
         elif any(slot.emptied and slot.slot == lease.slot for slot in sample.slots):
-            unwanted = "the slot is held and no turn runs on it"
-        if unwanted:
-            return [ReleaseLease(lease=lease.lease, agent=lease.agent, reason=unwanted)]
+            needless = "the slot is held and no turn runs on it"
+        if needless:
+            return [ReleaseLease(lease=lease.lease, agent=lease.agent, reason=needless)]
         kept[lease.slot] = lease
         left_s = lease.expires_s - now
         if left_s > config.duration_s * (1 - config.renew_ratio):
@@ -190,7 +190,7 @@ class CapacityPolicy:
             )
         ]
 
-    def _unwanted(self, job: JobId, sample: CapacitySample, now: float) -> str:
+    def _needless(self, job: JobId, sample: CapacitySample, now: float) -> str:
         demand = next((demand for demand in sample.demands if demand.job == job), None)
         if demand is None:
             return "the job is gone"
@@ -210,26 +210,26 @@ class CapacityPolicy:
         if demand is None or not demand.harvesting:
             self._calls.clear()
             return []
-        wanted = demand.queued + demand.running
-        if wanted <= self._config.spill_ratio * demand.dedicated_places:
+        requested = demand.queued + demand.running
+        if requested <= self._config.spill_ratio * demand.dedicated_places:
             return []
         # Slots that will surely be idle first: only the order matters where every lease is worth
         # taking, and a slot without a forecast is judged by what it was.
         offered = sorted(sample.slots, key=lambda slot: (-_idle_ratio(slot), slot.slot))
-        reason = f"{wanted} turns on {demand.dedicated_places} dedicated places"
+        reason = f"{requested} turns on {demand.dedicated_places} dedicated places"
         return [
             self._call(slot, demand.job, now, reason)
             for slot in offered
             if self._may_call(slot, now) and slot.slot not in kept
         ]
 
-    def _may_call(self, slot: OfferedSlot, now: float) -> bool:
+    def _may_call(self, slot: LeasableSlot, now: float) -> bool:
         # A slot that was free until we asked may be ours: the reply was lost.
         return (slot.free or slot.slot in self._calls) and now >= self._not_before_s.get(
             slot.slot, now
         )
 
-    def _call(self, slot: OfferedSlot, job: JobId, now: float, reason: str) -> TakeLease:
+    def _call(self, slot: LeasableSlot, job: JobId, now: float, reason: str) -> TakeLease:
         call = self._calls.get(slot.slot)
         # The grantor remembers a request for one duration at least; after it the id may be new.
         if call is None or call.job != job or now > call.at_s + self._config.duration_s:
@@ -246,6 +246,6 @@ class CapacityPolicy:
         )
 
 
-def _idle_ratio(slot: OfferedSlot) -> float:
+def _idle_ratio(slot: LeasableSlot) -> float:
     known = slot.idle_ratio if slot.forecast_ratio is None else slot.forecast_ratio
     return known or 0.0

@@ -13,8 +13,8 @@ Only engines that serve the turn's job at a version its pin allows, with the num
 and whose context holds its prompt and its whole output, are eligible: a turn never ends early
 because of its place.
 
-A turn whose pin no engine meets yet is held outside the queue, where it counts neither as demand
-nor as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
+A turn whose pin no engine meets yet is deferred: outside the queue it counts neither as demand nor
+as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
 pin that can never be met again, an older version than the job's, is refused at once.
 
 The queue is bounded. A request of several turns is admitted once, with room for all of them, or
@@ -32,12 +32,12 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId
 from scheduler.gateway.policy.engine_load import EngineLoad
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
+    DeferTurn,
     DispatchReason,
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
     ForgetPrefix,
-    HoldTurn,
     JobPaused,
     QueueTurn,
     Refusal,
@@ -53,7 +53,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.turn_queue import LineKey, QueuedTurn, QueueRank, TurnQueue
+from scheduler.gateway.policy.turn_queue import LineKey, QueuePriority, TurnQueue, WaitingTurn
 from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
@@ -68,7 +68,7 @@ class RoutingPolicy:
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queue = TurnQueue()
-        self._held: dict[str, TurnArrived] = {}
+        self._deferred: dict[str, TurnArrived] = {}
         """Turns whose pin no engine meets yet, in the order of their arrival."""
         self._admitted: set[str] = set()
         """Turns of requests that were admitted whole."""
@@ -85,7 +85,7 @@ class RoutingPolicy:
     @property
     def room(self) -> int:
         """Turns that may still wait."""
-        waiting = len(self._queue) + len(self._held) + len(self._arriving)
+        waiting = len(self._queue) + len(self._deferred) + len(self._arriving)
         return self._config.queue_turns - waiting
 
     @property
@@ -95,8 +95,8 @@ class RoutingPolicy:
     def queued_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._queue)
 
-    def held_turns_of(self, job: JobId) -> int:
-        return sum(turn.job == job for turn in self._held.values())
+    def deferred_turns_of(self, job: JobId) -> int:
+        return sum(turn.job == job for turn in self._deferred.values())
 
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
@@ -113,8 +113,8 @@ class RoutingPolicy:
         load = self._engines.get(engine)
         return load.s_per_token_alone if load else None
 
-    def holds(self, turn: str) -> bool:
-        return turn in self._held
+    def defers(self, turn: str) -> bool:
+        return turn in self._deferred
 
     def is_paused(self, job: JobId) -> bool:
         return job in self._paused
@@ -147,7 +147,7 @@ class RoutingPolicy:
                 self._leave(event, now)
             case TurnWithdrawn():
                 self._queue.remove(event.turn)
-                self._held.pop(event.turn, None)
+                self._deferred.pop(event.turn, None)
             case TurnCleared():
                 self._end_trial(event.turn)
             case EngineOffered():
@@ -166,7 +166,7 @@ class RoutingPolicy:
                 return tuple(self._forget(event))
         released: tuple[RoutingEffect, ...] = ()
         if isinstance(event, EngineOffered | Retarget | ContextLimited | TimePassed):
-            released = self._review_held(now)
+            released = self._review_deferred(now)
         if isinstance(event, EngineWithdrawn | Retarget | ContextLimited):
             return (*released, *self._drain(now), *self._refuse_stale(now))
         return (*released, *self._drain(now))
@@ -198,8 +198,8 @@ class RoutingPolicy:
         waited = turn.resumed or turn.since_s is not None
         may_wait = self.room > 0 or waited or turn.turn in self._admitted
         if (unmet := self._unmet(turn)) and may_wait:
-            self._held[turn.turn] = turn
-            return (HoldTurn(turn=turn.turn, reason=unmet),)
+            self._deferred[turn.turn] = turn
+            return (DeferTurn(turn=turn.turn, reason=unmet),)
         if not self._queue.has_line(turn):
             chosen = self._choose(turn, now, tail=not self._queue)
             if chosen is not None:
@@ -212,23 +212,25 @@ class RoutingPolicy:
     def _wait(self, turn: TurnArrived, now: float) -> QueueTurn:
         last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
-        rank = QueueRank.RESUMED if turn.resumed else QueueRank.BEGUN if begun else QueueRank.FRESH
+        priority = QueuePriority.BEGUN if begun else QueuePriority.FRESH
+        if turn.resumed:
+            priority = QueuePriority.RESUMED
         since_s = now if turn.since_s is None else turn.since_s
-        near = last if rank is QueueRank.BEGUN else None
-        self._queue.add(QueuedTurn(turn, rank, since_s, near))
+        near = last if priority is QueuePriority.BEGUN else None
+        self._queue.add(WaitingTurn(turn, priority, since_s, near))
         return QueueTurn(turn=turn.turn)
 
-    def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Queues held turns whose pin can be met now; refuses turns that waited long enough."""
+    def _review_deferred(self, now: float) -> tuple[RoutingEffect, ...]:
+        """Queues deferred turns whose pin can be met now; refuses turns that waited long enough."""
         reviewed: list[RoutingEffect] = []
         waits: dict[tuple[LineKey, bool], bool] = {}
-        for turn in tuple(self._held.values()):
+        for turn in tuple(self._deferred.values()):
             key = self._queue.line_key(turn), self._is_too_long(turn)
             if key not in waits:
                 waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
             if waits[key] and now < turn.pin_until_s:
                 continue
-            del self._held[turn.turn]
+            del self._deferred[turn.turn]
             reviewed.append(self._refusal(turn, now) or self._wait(turn, now))
         return tuple(reviewed)
 
@@ -288,8 +290,8 @@ class RoutingPolicy:
         newest = target.version
         met = turn.exact in (None, newest) and newest >= (turn.minimum or 0)
         if not met and not self.may_serve(turn):
-            wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
-            return f"version {wanted} is served nowhere; job {turn.job} is at {newest}"
+            required = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
+            return f"version {required} is served nowhere; job {turn.job} is at {newest}"
         labels = {load.offer.numerics for load in self._engines.values()}
         if turn.numerics and turn.numerics not in labels:
             known = " or ".join(repr(each) for each in sorted(labels)) or "none yet"
@@ -303,20 +305,20 @@ class RoutingPolicy:
                 yield refused
 
     def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
+        """Give freed places to waiting turns, by priority, in each priority the oldest first.
 
         A turn that no free engine may serve blocks only the turns of its own line.
         """
         placed: list[RoutingEffect] = []
-        for rank in QueueRank if self._queue else ():
-            for first in self._queue.oldest_first(rank):
+        for priority in QueuePriority if self._queue else ():
+            for first in self._queue.oldest_first(priority):
                 turn = first.turn
                 chosen = self._choose(turn, now, tail=False)
                 if chosen is None:
                     continue
                 engine, reason = chosen
                 nearer = None
-                if rank is QueueRank.BEGUN and reason is not DispatchReason.AFFINITY:
+                if priority is QueuePriority.BEGUN and reason is not DispatchReason.AFFINITY:
                     nearer = self._nearer(first, engine, now)
                 if nearer is not None:
                     turn, reason = nearer, DispatchReason.AFFINITY
@@ -325,7 +327,7 @@ class RoutingPolicy:
         self._queue.drop_empty_lines()
         return tuple(placed)
 
-    def _nearer(self, older: QueuedTurn, engine: EngineId, now: float) -> TurnArrived | None:
+    def _nearer(self, older: WaitingTurn, engine: EngineId, now: float) -> TurnArrived | None:
         """The oldest turn of its line whose prefix is on `engine`, while `older` can wait."""
         if now - older.since_s > self._config.patience_s:
             return None

@@ -175,7 +175,7 @@ class DispatchTurn(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch_turn
     reason: DispatchReason
 
 
-class HoldTurn(msgspec.Struct, frozen=True, kw_only=True, tag="hold_turn"):
+class DeferTurn(msgspec.Struct, frozen=True, kw_only=True, tag="hold_turn"):
     """No engine meets its pin yet."""
 
     turn: str
@@ -216,4 +216,4 @@ class ForgetPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="forget_prefix
     trajectory: TrajectoryId
 
 
-RoutingEffect = DispatchTurn | HoldTurn | QueueTurn | RefuseTurn | ForgetPrefix
+RoutingEffect = DispatchTurn | DeferTurn | QueueTurn | RefuseTurn | ForgetPrefix

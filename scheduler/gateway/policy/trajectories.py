@@ -219,10 +219,10 @@ class Turn:
     @property
     def needed_numerics(self) -> str:
         """Numerics label that the next token's engine must have; empty: any."""
-        wanted = self.request.equal_numerics
-        if isinstance(wanted, str):
-            return wanted
-        return self.spans_now()[0].numerics if wanted and self.token_ids else ""
+        required = self.request.equal_numerics
+        if isinstance(required, str):
+            return required
+        return self.spans_now()[0].numerics if required and self.token_ids else ""
 
     @property
     def outcome(self) -> str:
@@ -276,14 +276,14 @@ class Turn:
 
     def sampling_left(self, *, resumes: bool = False) -> SamplingParams:
         """Sampling of the rest. The output so far stays output if the engine `resumes`."""
-        wanted, offset = self.request.sampling_params, len(self.token_ids)
-        sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
+        given, offset = self.request.sampling_params, len(self.token_ids)
+        sampling = msgspec.structs.replace(given, n=1, seed=continued_seed(given.seed, offset))
         if resumes:
             return sampling
         return msgspec.structs.replace(
             sampling,
-            max_tokens=wanted.max_tokens - offset,
-            min_tokens=max(0, wanted.min_tokens - offset),
+            max_tokens=given.max_tokens - offset,
+            min_tokens=max(0, given.min_tokens - offset),
         )
 
     def accept(
@@ -342,10 +342,10 @@ class Turn:
             self.end(FinishReason.LENGTH)
 
     def _at_end(self) -> bool:
-        wanted = self.request.sampling_params
-        if len(self.token_ids) < wanted.min_tokens:
+        given = self.request.sampling_params
+        if len(self.token_ids) < given.min_tokens:
             return False
-        eos = not wanted.ignore_eos and self.token_ids[-1] in self.end_tokens.known
+        eos = not given.ignore_eos and self.token_ids[-1] in self.end_tokens.known
         return eos or self._at_stop_token()
 
     def _at_stop_token(self) -> bool:

@@ -1,7 +1,7 @@
 """Turns that wait for a place, in lines of equals. Decides nothing: routing tries their first ones.
 
-Each line has three ranks. A turn that left its line, or that comes again in another way, stays in
-it as a dead entry until it is the first: nothing is searched for.
+Each line has three priorities. A turn that left its line, or that comes again in another way, stays
+in it as a dead entry until it is the first: nothing is searched for.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -22,7 +22,7 @@ LineKey: TypeAlias = tuple[JobId, _Pin, int, str, str, tuple[EngineId, ...], int
 which have the context."""
 
 
-class QueueRank(IntEnum):
+class QueuePriority(IntEnum):
     """Order in which turns get freed places."""
 
     RESUMED = 0
@@ -33,31 +33,31 @@ class QueueRank(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QueuedTurn:
+class WaitingTurn:
     """One arrival of a turn, in its line. The turn's next arrival is a separate object: its
     suspicion and avoided engines may differ."""
 
     turn: TurnArrived
-    rank: QueueRank
+    priority: QueuePriority
     since_s: float
     last: EngineId | None
-    """The last engine of its trajectory, for rank BEGUN."""
+    """The last engine of its trajectory, for priority BEGUN."""
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
     """Queued turns that routing treats alike except for their age."""
 
-    waiting: tuple[deque[QueuedTurn], ...] = field(
-        default_factory=lambda: tuple(deque() for _ in QueueRank)
+    waiting: tuple[deque[WaitingTurn], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in QueuePriority)
     )
-    begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
-    """Queued turns of rank BEGUN, by the last engine of their trajectory."""
+    begun_on: dict[EngineId, deque[WaitingTurn]] = field(default_factory=dict)
+    """Queued turns of priority BEGUN, by the last engine of their trajectory."""
 
 
 class TurnQueue:
     def __init__(self) -> None:
-        self._queued: dict[str, QueuedTurn] = {}
+        self._queued: dict[str, WaitingTurn] = {}
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
         """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
@@ -72,7 +72,7 @@ class TurnQueue:
         """Yields arrivals in their order; the caller may remove an arrival once it was yielded."""
         return (queued.turn for queued in tuple(self._queued.values()))
 
-    def add(self, queued: QueuedTurn) -> None:
+    def add(self, queued: WaitingTurn) -> None:
         """A turn that comes again keeps its place: lines are in the order of their times."""
         self._queued[queued.turn.turn] = queued
         self._enter(queued)
@@ -112,25 +112,25 @@ class TurnQueue:
                 for queued in filter(self._waits, waiting):
                     self._enter(queued)
 
-    def oldest_first(self, rank: QueueRank) -> Iterator[QueuedTurn]:
+    def oldest_first(self, priority: QueuePriority) -> Iterator[WaitingTurn]:
         """The first turn of each line, the oldest first, and the next of each line of which one is
         removed meanwhile. A turn that stays blocks only its own line."""
         heads = [
             (first.since_s, place, line)
             for place, line in enumerate(self._lines.values())
-            if (first := self._first(line, rank)) is not None
+            if (first := self._first(line, priority)) is not None
         ]
         heapify(heads)
         while heads:
             _, place, line = heappop(heads)
-            first, before = self._first(line, rank), len(self)
+            first, before = self._first(line, priority), len(self)
             assert first is not None
             yield first
-            if len(self) < before and (first := self._first(line, rank)) is not None:
+            if len(self) < before and (first := self._first(line, priority)) is not None:
                 heappush(heads, (first.since_s, place, line))
 
     def nearest(
-        self, first: QueuedTurn, engine: EngineId, still: Callable[[TurnArrived], bool]
+        self, first: WaitingTurn, engine: EngineId, still: Callable[[TurnArrived], bool]
     ) -> TurnArrived | None:
         """The oldest turn in the line of `first` whose trajectory was last on the engine, and
         `still` is."""
@@ -150,9 +150,9 @@ class TurnQueue:
         else:
             self._lines.clear()
 
-    def _enter(self, queued: QueuedTurn) -> None:
+    def _enter(self, queued: WaitingTurn) -> None:
         line = self._lines.setdefault(self.line_key(queued.turn), _Line())
-        waiting = line.waiting[queued.rank]
+        waiting = line.waiting[queued.priority]
         at = bisect_right(waiting, queued.since_s, key=_since)
         if at and not self._waits(waiting[at - 1]):
             # As a rule its own earlier arrival: behind a first turn that waits they would pile up.
@@ -165,18 +165,18 @@ class TurnQueue:
                 near.popleft()
             near.append(queued)
 
-    def _first(self, line: _Line, rank: QueueRank) -> QueuedTurn | None:
-        waiting = line.waiting[rank]
+    def _first(self, line: _Line, priority: QueuePriority) -> WaitingTurn | None:
+        waiting = line.waiting[priority]
         while waiting and not self._waits(waiting[0]):
             waiting.popleft()
         return waiting[0] if waiting else None
 
     def _any_waits(self, line: _Line) -> bool:
-        return any(self._first(line, rank) is not None for rank in QueueRank)
+        return any(self._first(line, priority) is not None for priority in QueuePriority)
 
-    def _waits(self, queued: QueuedTurn) -> bool:
+    def _waits(self, queued: WaitingTurn) -> bool:
         return self._queued.get(queued.turn.turn) is queued
 
 
-def _since(queued: QueuedTurn) -> float:
+def _since(queued: WaitingTurn) -> float:
     return queued.since_s

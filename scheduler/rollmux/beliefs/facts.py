@@ -8,7 +8,7 @@ import msgspec
 
 from scheduler.model import Completion, JobSpec, PhaseKind
 from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate, learned
-from scheduler.rollmux.beliefs.slo import SloAccount
+from scheduler.rollmux.beliefs.slo import SloProgress
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, TailShape, best_shape
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
@@ -27,7 +27,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     spec: JobSpec
     rollout: PhaseEstimate
     training: PhaseEstimate
-    account: SloAccount
+    account: SloProgress
     tail: TailShape = UNDIVIDED
     """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
     sync: PhaseEstimate | None = None
@@ -59,7 +59,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
             spec=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
-            account=SloAccount(
+            account=SloProgress(
                 slo=job.slo,
                 began_s=now if began_s is None else began_s,
                 solo_s=cold_start_s,

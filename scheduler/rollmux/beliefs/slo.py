@@ -50,7 +50,7 @@ def _quantile(probability: float) -> float:
 
 
 @dataclass(slots=True)
-class SloAccount:
+class SloProgress:
     """A job's SLO and its progress since `began_s`."""
 
     slo: float

@@ -43,8 +43,8 @@ UNDIVIDED: Final = TailShape(bulk_ratio=1.0, share=0.0)
 def tail_accelerators(threshold: float, accelerators: int) -> int:
     """Accelerators for the responses still open once `threshold` is complete; at least one."""
     # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
-    wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
-    return min(max(1, wanted), accelerators)
+    needed = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
+    return min(max(1, needed), accelerators)
 
 
 def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:

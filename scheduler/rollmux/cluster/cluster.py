@@ -42,7 +42,7 @@ _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
 
 
-class Permits(Protocol):
+class PermitLookup(Protocol):
     def permit(self, job: JobId) -> JobPermit | None: ...
 
 
@@ -60,7 +60,7 @@ ClusterEffect = PlanEffect | JobTerms | Removal
 
 class ClusterPolicy:
     def __init__(
-        self, config: ClusterConfig, permits: Permits, planner: GroupPlanner | None = None
+        self, config: ClusterConfig, permits: PermitLookup, planner: GroupPlanner | None = None
     ) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
@@ -181,7 +181,7 @@ class ClusterPolicy:
         self.layout_changed = True
         if placed.stage is PlacementStage.QUEUED:
             return
-        self.residency.hold(job, (), 0)
+        self.residency.keep(job, (), 0)
         self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if placed.iterations:
@@ -221,7 +221,7 @@ class ClusterPolicy:
     def take_effects(self) -> tuple[ClusterEffect, ...]:
         """Effects since the last call, in the order in which they are to be carried out."""
         self._settle()
-        found = tuple(sorted(self._effects, key=self._rank))
+        found = tuple(sorted(self._effects, key=self._order))
         self._effects, self._removed, self._arrived = [], set(), set()
         return found
 
@@ -317,7 +317,7 @@ class ClusterPolicy:
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
-        self._hold(placed, self.residency.kept(placed.job, placement))
+        self._keep_state(placed, self.residency.kept(placed.job, placement))
         permit = self._permits.permit(placed.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
         if permit is not None and not (permit.holding and own.issuperset(permit.nodes)):
@@ -328,15 +328,15 @@ class ClusterPolicy:
 
     def _leave_old(self, placed: JobPlacement, now: float) -> None:
         placed.at = None
-        self._hold(placed, ())
+        self._keep_state(placed, ())
         self._touched.add(placed.job)
         self.unsaved.add(placed.job)
         self.layout_changed = True
         self._apply(self.planner.complete_move(placed.job, now=now), now)
         self._let_in(now)
 
-    def _hold(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
-        self.residency.hold(placed.job, nodes, placed.spec.host_bytes)
+    def _keep_state(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
+        self.residency.keep(placed.job, nodes, placed.spec.host_bytes)
 
     def _enter_if_room(self, placed: JobPlacement, now: float) -> None:
         assert placed.to is not None
@@ -344,7 +344,7 @@ class ClusterPolicy:
             return
         placed.moves += placed.started
         placed.arrived_s = now if placed.started else None
-        self._hold(placed, placed.to.nodes)
+        self._keep_state(placed, placed.to.nodes)
         placed.arrive()
         self._arrived.add(placed.job)
         self._touched.add(placed.job)
@@ -398,7 +398,7 @@ class ClusterPolicy:
         permit = self._permits.permit(placed.job)
         return permit is None or permit.stage is PermitStage.APART or permit.epoch == NO_EPOCH
 
-    def _rank(self, effect: ClusterEffect) -> int:
+    def _order(self, effect: ClusterEffect) -> int:
         """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
         one, nor about to leave itself."""
         match effect:
@@ -415,11 +415,11 @@ class ClusterPolicy:
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:
                 continue
-            wanted = self.current_terms(placed)
+            target = self.current_terms(placed)
             there = None if permit is None or job in self._removed else permit.terms
-            if wanted is None:
+            if target is None:
                 self._remove(job)
-            elif wanted != there or job in self._arrived:
+            elif target != there or job in self._arrived:
                 rollout, training = self.machines(placed.at)
                 settled = SettleJob(
                     job=placed.job,
@@ -427,7 +427,7 @@ class ClusterPolicy:
                     rollout_nodes=rollout,
                     training_nodes=training,
                 )
-                self._effects += [wanted, settled]
+                self._effects += [target, settled]
         self._touched = set()
 
 

@@ -112,7 +112,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     placed, facts = record.placed, record.facts
-    policy.residency.hold(placed.job, record.held, placed.spec.host_bytes)
+    policy.residency.keep(placed.job, record.held, placed.spec.host_bytes)
     policy.placements[placed.job] = placed
     if facts is not None:
         facts.believe(facts.belief())

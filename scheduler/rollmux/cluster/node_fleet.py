@@ -112,6 +112,6 @@ class NodeFleet:
 
     def named(self, names: Iterable[NodeId]) -> tuple[NodeId, ...]:
         """Machines with these names; () if one is missing."""
-        wanted = tuple(names)
-        found = tuple(self.machines[name] for name in wanted if name in self.machines)
-        return found if len(found) == len(wanted) else ()
+        requested = tuple(names)
+        found = tuple(self.machines[name] for name in requested if name in self.machines)
+        return found if len(found) == len(requested) else ()

@@ -20,7 +20,7 @@ from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
 from scheduler.rollmux.control.socket_transport import answered
-from scheduler.rollmux.permits.leased_tail import Switches
+from scheduler.rollmux.permits.leased_tail import EnginePermissions
 
 ANSWER_S: Final = 2.0
 ACTIVATE_S: Final = 150.0
@@ -45,11 +45,11 @@ class Harvesting:
     key_file: Path | None = None
     """Its private key."""
 
-    def of(self, job: JobId) -> "JobGateway":
+    def of(self, job: JobId) -> "SwitchClient":
         """The job's gateway. Raises ConfigError for an invalid URL or credential file."""
         files = {name: value for name, value in asdict(self).items() if name != "gateway"}
         try:
-            return JobGateway(self.gateway, job, Credentials(**files))
+            return SwitchClient(self.gateway, job, Credentials(**files))
         except (ConfigError, ValidationError) as error:
             raise ConfigError(f"gateway {self.gateway}: {error}") from error
 
@@ -74,7 +74,7 @@ class GatewayView(GatewayFleet, frozen=True):
         return {kind: tokens[kind] for kind in EngineKind if kind in tokens}
 
 
-class JobGateway:
+class SwitchClient:
     """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
     def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -101,7 +101,7 @@ class JobGateway:
     def switch_off(self) -> None:
         """Allows no engines and leases before the first permit. Raises ConfigError on refusal."""
         try:
-            self.switch(Switches(dedicated=False, harvesting=False), for_s=0.0)
+            self.switch(EnginePermissions(dedicated=False, harvesting=False), for_s=0.0)
         except PeerProtocolError as error:
             raise ConfigError(f"job {self.job}: {error}") from error
         except (Exhausted, Stale) as error:
@@ -111,7 +111,7 @@ class JobGateway:
         """The engines serve this job on return. Raises Stale while it has published nothing."""
         self._post("activate", None, timeout_s=ACTIVATE_S)
 
-    def switch(self, switches: Switches, *, for_s: float) -> None:
+    def switch(self, switches: EnginePermissions, *, for_s: float) -> None:
         """Sets switches for `for_s`. Dedicated engines first: another job gets them soon."""
         for name, on in switches._asdict().items():
             body = {"enabled": True, "for_s": for_s} if on else {"enabled": False}

@@ -13,15 +13,15 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import NodeId
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.harvesting import GatewayView, JobGateway
+from scheduler.rollmux.control.harvesting import GatewayView, SwitchClient
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import Transport
 from scheduler.rollmux.permits.leased_tail import (
     BULK_RATIO,
+    EnginePermissions,
     LeasedTail,
     NarrowPermit,
     RecallTail,
-    Switches,
     Tail,
     TailSample,
     TailState,
@@ -32,7 +32,7 @@ POLL_S: Final = 0.1
 SWITCH_TTL_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
-OFF: Final = Switches(dedicated=False, harvesting=False)
+OFF: Final = EnginePermissions(dedicated=False, harvesting=False)
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LeasedRollout:
     def __init__(
         self,
         permit: Permit,
-        gateway: JobGateway,
+        gateway: SwitchClient,
         transport: Transport,
         clock: Clock,
         *,
@@ -56,8 +56,8 @@ class LeasedRollout:
         self._tail = LeasedTail(leases=leases)
         self._nodes = permit.nodes
         self._switch_ttl_s = min(SWITCH_TTL_S, permit.lease_s)
-        self._kept: Switches | None = None
-        """Switches that the gateway has confirmed; None before the first."""
+        self._kept: EnginePermissions | None = None
+        """Permissions that the gateway has confirmed; None before the first."""
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
         """Tokens before the rollout, by the kind of engine."""
@@ -167,28 +167,28 @@ class LeasedRollout:
     def _shares(self, view: GatewayView) -> bool:
         """A waiting job of the same gateway would take the leased guests with the engines."""
         if self._stays is None:
-            wanted: set[NodeId] = set(self._nodes)
+            required: set[NodeId] = set(self._nodes)
             try:
                 jobs = self._transport.jobs()
             except RoseMuxError as error:
                 self._log_once(error)
                 return True
-            waiting = (each.job for each in jobs if wanted & set(each.awaits))
+            waiting = (each.job for each in jobs if required & set(each.awaits))
             self._stays = any(job in view.jobs for job in waiting if job != self._permit.job)
         return self._stays
 
     def _keep_switches(self) -> None:
         """Sends the switches in force, if they changed or are about to expire."""
-        wanted, now = self._tail.switches, self._clock.now()
-        if wanted == self._kept and now < self._renew_s:
+        target, now = self._tail.switches, self._clock.now()
+        if target == self._kept and now < self._renew_s:
             return
         try:
-            self._gateway.switch(wanted, for_s=self._switch_ttl_s)
+            self._gateway.switch(target, for_s=self._switch_ttl_s)
         except RoseMuxError as error:
             self._kept = None
             self._log_once(error)
             return
-        self._kept, self._fault = wanted, ""
+        self._kept, self._fault = target, ""
         self._renew_s = now + self._switch_ttl_s / RENEWALS
 
     def _log_once(self, error: RoseMuxError) -> None:

@@ -71,17 +71,17 @@ class LoadedStates:
 
         Raises the error of a failed release.
         """
-        wanted = frozenset(nodes)
+        required = frozenset(nodes)
         gone: set[NodeId] = set()
         with self._lock:
             for other, state in list(self._states.items()):
-                fits = state.nodes >= wanted if other == kind else not state.nodes & wanted
+                fits = state.nodes >= required if other == kind else not state.nodes & required
                 if not fits:
                     state.release()
                     gone |= self._states.pop(other).nodes
             found = self._states.pop(kind, None)
-        if gone - wanted:
-            self._say(gone - wanted)
+        if gone - required:
+            self._say(gone - required)
         return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:

@@ -22,7 +22,7 @@ from scheduler.rollmux.plan.jobs_file import (
     NodeTypeSettings,
     PlannedJobSettings,
     PoolSettings,
-    SloSettings,
+    RiskSettings,
     StrictSettings,
     defaults,
 )
@@ -47,7 +47,7 @@ class NamedPools(StrictSettings):
     training: NamedNodes
 
 
-class ClusterSettings(SloSettings):
+class ClusterSettings(RiskSettings):
     nodes: NamedPools
     cold_start_s: Seconds = _CONTROL["cold_start_s"]
     """A job's first load from storage; alone it would take that too."""

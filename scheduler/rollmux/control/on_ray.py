@@ -90,7 +90,7 @@ class ControlActor:
                 await stack.enter_async_context(exposition(self._service, self._metrics_port))
             except ConfigError as error:
                 # Jobs need the control more than operators need its figures.
-                _LOG.warning("no metrics: %s", error)
+                _LOG.warning("metrics cannot be served: %s", error)
             await self._api.tick()
 
 

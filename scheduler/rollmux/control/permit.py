@@ -16,7 +16,7 @@ from scheduler.rollmux.control.wire import (
     ControlUnreachable,
     Ended,
     Granted,
-    PermitState,
+    PermitSnapshot,
     Transport,
 )
 from scheduler.rollmux.permits.events import Beat, Recall
@@ -52,7 +52,7 @@ class Permit:
         self._transport = transport
         self._clock = clock
         self.lease_s = granted.lease_s
-        self._state = PermitState(
+        self._state = PermitSnapshot(
             stage=PermitStage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
         )
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
@@ -137,11 +137,11 @@ class Permit:
         try:
             complete_ratio, tokens = float(complete_ratio), index(tokens)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"progress: a share and a number of tokens: {error}") from error
+            raise ConfigError(f"progress: give a share and a number of tokens: {error}") from error
         if not 0.0 <= complete_ratio <= 1.0 + _ROUNDING:
-            raise ConfigError(f"progress: a share from 0 to 1, not {complete_ratio}")
+            raise ConfigError(f"progress: give a share from 0 to 1, not {complete_ratio}")
         if tokens < 0:
-            raise ConfigError(f"progress: 0 tokens or more, not {tokens}")
+            raise ConfigError(f"progress: give 0 tokens or more, not {tokens}")
         self._complete_ratio, self._tokens = min(complete_ratio, 1.0), tokens
         if complete_ratio >= self._reported_ratio + _PROGRESS_STEP:
             self._reported_ratio = complete_ratio
@@ -192,7 +192,7 @@ class Permit:
             self._fault = str(error)
             return
         self._answered_s = asked_s
-        if isinstance(reply, PermitState):
+        if isinstance(reply, PermitSnapshot):
             self._state = reply
             if reply.stage is PermitStage.NARROWING and self._asked_to_narrow_s is None:
                 self._asked_to_narrow_s = self._clock.now()

@@ -106,7 +106,7 @@ class PhaseClient:
         Raises ConfigError if the job is refused, Exhausted if no control answers in time.
         """
         if not timeout_s >= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}, not 0 or more")
+            raise ConfigError(f"timeout_s {timeout_s}: use 0 or more")
         self.job = terms.job
         self.starts: list[Start] = []
         self.placement: Placed | None = None

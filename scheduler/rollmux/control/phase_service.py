@@ -32,7 +32,7 @@ from scheduler.rollmux.control.wire import (
     Ended,
     EnterReply,
     Granted,
-    PermitState,
+    PermitSnapshot,
     PlanStatus,
     Reply,
     Waiting,
@@ -159,7 +159,7 @@ class PhaseService:
         if permit is None:
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         if (permit.holder, permit.kind) != (entry.holder, entry.kind):
-            return CallRefused(reason="another process of the job came", retry_after_s=_RETRY_S)
+            return CallRefused(reason="another process of the job began", retry_after_s=_RETRY_S)
         if permit.holding:
             return Granted(
                 epoch=permit.epoch,
@@ -169,7 +169,7 @@ class PhaseService:
             )
         return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
 
-    def beat(self, beat: Beat) -> PermitState | Ended:
+    def beat(self, beat: Beat) -> PermitSnapshot | Ended:
         refusal = _refusal(self._observe(beat))
         permit = self._policy.permit(beat.job)
         if refusal or permit is None:
@@ -249,12 +249,12 @@ class PhaseService:
         self._log.close()
         self.state.close()
 
-    def _permit_state(self, permit: JobPermit) -> PermitState:
+    def _permit_state(self, permit: JobPermit) -> PermitSnapshot:
         ends_in_s: float | None = None
         if permit.stage is PermitStage.REVOKED and permit.revoked_s is not None:
             ends_s = permit.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
-        return PermitState(
+        return PermitSnapshot(
             stage=permit.stage,
             nodes=permit.nodes,
             accelerators=permit.accelerators,

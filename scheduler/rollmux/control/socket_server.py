@@ -136,7 +136,7 @@ def listening_socket(path: Path, *, group: str | None = None) -> socket.socket:
         if gid is not None:
             _open_to(gid, path, mode=0o660)
     except KeyError as error:
-        raise ConfigError(f"no group {group}") from error
+        raise ConfigError(f"this machine has no group {group}") from error
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     listening.listen(_BACKLOG)

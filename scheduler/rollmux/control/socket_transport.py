@@ -43,7 +43,7 @@ T = TypeVar("T")
 def socket_path(path: Path) -> Path:
     """Raises ConfigError for a path that no Unix socket can have."""
     if (size := len(os.fsencode(path))) > _PATH_MAX_BYTES:
-        raise ConfigError(f"socket path of {size} bytes, at most {_PATH_MAX_BYTES}: {path}")
+        raise ConfigError(f"socket path of {size} bytes, above {_PATH_MAX_BYTES}: {path}")
     return path
 
 

@@ -3,7 +3,7 @@
     Register   -> Accepted | CallRefused
     Enter      -> Granted | Waiting | CallRefused      held open while it has to wait
     Withdraw   -> Accepted
-    Beat       -> PermitState | Ended
+    Beat       -> PermitSnapshot | Ended
     Leave      -> Accepted | Ended
     Unloaded   -> Accepted | Ended
     Forget     -> Accepted
@@ -73,7 +73,7 @@ class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The job has to be placed first."""
 
 
-class PermitState(msgspec.Struct, frozen=True, kw_only=True, tag="permit_state"):
+class PermitSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="permit_state"):
     """The permit's complete present state, so that a lost reply loses nothing."""
 
     stage: PermitStage
@@ -146,7 +146,7 @@ class Placed(Placement, frozen=True, kw_only=True, tag="placed"):
 
 
 EnterReply = Granted | Waiting | CallRefused
-Reply = Accepted | Granted | Waiting | CallRefused | PermitState | Ended | Placed
+Reply = Accepted | Granted | Waiting | CallRefused | PermitSnapshot | Ended | Placed
 CALLS: Final[dict[str, type[Call]]] = {kind.__struct_config__.tag: kind for kind in get_args(Call)}
 _REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 

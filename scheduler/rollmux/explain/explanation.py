@@ -12,7 +12,7 @@ import msgspec
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, is_name
-from scheduler.rollmux.explain.history_entry import SUMMARISED, Entry, seconds
+from scheduler.rollmux.explain.history_entry import SUMMARISED, HistoryEntry, seconds
 from scheduler.rollmux.explain.job_history import JobHistory
 from scheduler.rollmux.explain.journal_lines import journal_lines
 from scheduler.rollmux.explain.permit_history import PermitSummary, behind_in_words
@@ -25,7 +25,7 @@ _LAST: Final = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
 @dataclass(frozen=True, slots=True)
 class Explanation:
     job: JobId
-    entries: tuple[Entry, ...]
+    entries: tuple[HistoryEntry, ...]
     permits: tuple[PermitSummary, ...]
 
     def encoded(self) -> str:
@@ -51,14 +51,14 @@ def explanation(directory: Path, job: str, *, since: datetime, permits: bool) ->
     Raises ConfigError if the journal or the job in it is missing.
     """
     if not is_name(job):
-        raise ConfigError(f"{job[:80]!r} is no job's name")
+        raise ConfigError(f"{job[:80]!r} is no name of a job")
     history = JobHistory(JobId(job), since=since)
-    entries: list[Entry] = []
+    entries: list[HistoryEntry] = []
     for line in journal_lines(directory):
         read = history.read(line)
         entries += read if permits else (one for one in read if one.kind not in SUMMARISED)
     if not history.was_known:
-        raise ConfigError(f"nothing of a job {job} in the journal in {directory}")
+        raise ConfigError(f"the journal in {directory} has no line of job {job}")
     summaries = tuple(summary for _, summary in sorted(history.permits.summaries.items()))
     return Explanation(JobId(job), tuple(entries), summaries)
 
@@ -71,13 +71,13 @@ def moment(*, last: str, since: str) -> datetime:
         try:
             found = datetime.fromisoformat(since)
         except ValueError as error:
-            raise ConfigError(f"--since {since!r}: as 2026-01-31T12:00") from error
+            raise ConfigError(f"--since {since!r}: write it as 2026-01-31T12:00") from error
         return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
     if not last:
         return EVER
     given = _LAST.fullmatch(last)
     if given is None:
-        raise ConfigError(f"--last {last!r}: a number and s, m, h or d, as 24h")
+        raise ConfigError(f"--last {last!r}: write a number and s, m, h or d, as 24h")
     number, unit = given.groups()
     try:
         ago = timedelta(seconds=float(number) * _UNITS_S[unit])

@@ -48,7 +48,7 @@ SUMMARISED = frozenset(
 """Routine entries about permits: too many to be listed one by one."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     kind: EventKind
     text: str

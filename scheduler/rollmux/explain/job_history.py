@@ -23,8 +23,8 @@ from scheduler.rollmux.cluster.runtime_events import (
     SettleJob,
     Submit,
 )
-from scheduler.rollmux.explain.history_entry import Entry, EventKind, seconds
-from scheduler.rollmux.explain.journal_lines import Began, Dated, Moment
+from scheduler.rollmux.explain.history_entry import EventKind, HistoryEntry, seconds
+from scheduler.rollmux.explain.journal_lines import Began, Dated, JournalMoment
 from scheduler.rollmux.explain.permit_history import PermitHistory
 from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Register
 from scheduler.rollmux.permits.terms import JobTerms, terms_changes, terms_fault
@@ -46,13 +46,13 @@ class JobHistory:
         self._new_process = False
         self._queued_for = ""
 
-    def read(self, line: Began | Dated) -> Iterator[Entry]:
+    def read(self, line: Began | Dated) -> Iterator[HistoryEntry]:
         for entry in self._began(line) if isinstance(line, Began) else self._decided(line):
             if entry.at >= self._since:
                 yield entry
         self.was_known |= self.is_known
 
-    def _began(self, line: Began) -> Iterator[Entry]:
+    def _began(self, line: Began) -> Iterator[HistoryEntry]:
         snapshot = line.snapshot or {}
         job_permits = snapshot.get("permits", snapshot).get("jobs", [])
         self.permits.begin(job_permits, line.moment)
@@ -60,13 +60,13 @@ class JobHistory:
         was_known, self.is_known = self.is_known, self._is_in(snapshot)
         if line.missing and was_known:
             words = f"{line.missing} decisions before this could not be written to the journal"
-            yield Entry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
+            yield HistoryEntry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         if was_known and not self.is_known:
             words = "the control began anew and does not know the job any more"
-            yield Entry(at=line.moment.at, kind=EventKind.CONTROL, text=words)
+            yield HistoryEntry(at=line.moment.at, kind=EventKind.CONTROL, text=words)
         elif self.is_known and self._first:
             words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"
-            yield Entry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
+            yield HistoryEntry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         self._first = False
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
@@ -78,7 +78,7 @@ class JobHistory:
         self._terms = _converted(terms[0], JobTerms) if terms else None
         return bool(terms)
 
-    def _decided(self, line: Dated) -> Iterator[Entry]:
+    def _decided(self, line: Dated) -> Iterator[HistoryEntry]:
         sample = line.decided.sample
         event: RuntimeEvent | None = None
         if sample.get("type") in _CAUSES:
@@ -96,28 +96,28 @@ class JobHistory:
         yield from self._closed(event, effects, line.moment)
         self._new_process = False
 
-    def _caused(self, event: RuntimeEvent | None, now: Moment) -> Iterator[Entry]:
+    def _caused(self, event: RuntimeEvent | None, now: JournalMoment) -> Iterator[HistoryEntry]:
         match event:
             case Submit(spec=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
-                yield Entry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
+                yield HistoryEntry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not terms_fault(terms):
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
                 words = f"placed by hand on {nodes}"
                 if self.is_known and self._terms is not None:
                     words = f"registered with other terms: {terms_changes(self._terms, terms)}"
                 self.is_known, self._terms = True, terms
-                yield Entry(at=now.at, kind=EventKind.PLACED, text=words)
+                yield HistoryEntry(at=now.at, kind=EventKind.PLACED, text=words)
             case ControlResumed() if self.is_known:
                 words = "the control is back" if self._new_process else "the control was paused"
                 words += ": holders have a whole lease again"
-                yield Entry(at=now.at, kind=EventKind.CONTROL, text=words)
+                yield HistoryEntry(at=now.at, kind=EventKind.CONTROL, text=words)
             case Enter(job=job, kind=kind) if job == self._job:
                 self.permits.request(kind, now)
             case _:
                 pass
 
-    def _planned(self, effects: list[RuntimeEffect], now: Moment) -> Iterator[Entry]:
+    def _planned(self, effects: list[RuntimeEffect], now: JournalMoment) -> Iterator[HistoryEntry]:
         own = [effect for effect in effects if effect.job == self._job]
         asked = next((one for one in own if isinstance(one, PlanJob)), None)
         for effect in own:
@@ -127,13 +127,13 @@ class JobHistory:
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
                     words = f"waits for a placement: {reason}"
-                    yield Entry(at=now.at, kind=EventKind.QUEUED, text=words)
+                    yield HistoryEntry(at=now.at, kind=EventKind.QUEUED, text=words)
                 case OrderMove():
                     words = f"iteration ended: ordered to move to {_nodes(effect)}"
-                    yield Entry(at=now.at, kind=EventKind.MOVE_ORDERED, text=words)
+                    yield HistoryEntry(at=now.at, kind=EventKind.MOVE_ORDERED, text=words)
                 case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
                     words = f"is in {effect.group} on {_nodes(effect)} now"
-                    yield Entry(at=now.at, kind=EventKind.ARRIVED, text=words)
+                    yield HistoryEntry(at=now.at, kind=EventKind.ARRIVED, text=words)
                 case _:
                     pass
 
@@ -147,8 +147,8 @@ class JobHistory:
         return ""
 
     def _closed(
-        self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: Moment
-    ) -> Iterator[Entry]:
+        self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: JournalMoment
+    ) -> Iterator[HistoryEntry]:
         forgotten = isinstance(event, Forget) and event.job == self._job
         own = [effect for effect in effects if effect.job == self._job]
         close = next((one for one in own if isinstance(one, CloseJob)), None)
@@ -162,7 +162,7 @@ class JobHistory:
         self.is_known = False
         why = "it was forgotten" if forgotten else "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
-        yield Entry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
+        yield HistoryEntry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
@@ -190,7 +190,7 @@ def _submitted(given: JobSpec) -> str:
     return f"submitted with an SLO of {given.slo:.2f}: {phases}"
 
 
-def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
+def _plan_entry(plan: PlanJob, now: JournalMoment) -> HistoryEntry:
     where = f"{plan.group} on {_nodes(plan)}"
     beside = f" beside {', '.join(plan.beside)}" if plan.beside else " alone"
     match plan.decision:
@@ -202,7 +202,7 @@ def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
         case PlacementDecision.RESTARTED:
             words = f"gets other nodes, in {where}{beside}: {plan.reason}"
             kind = EventKind.RESTARTED
-    return Entry(at=now.at, kind=kind, text=words)
+    return HistoryEntry(at=now.at, kind=kind, text=words)
 
 
 def _nodes(of: Placement) -> str:

@@ -16,7 +16,7 @@ POLICIES = ("scheduler.policy.cluster", "scheduler.policy.phases")
 _TRIES = 100
 
 
-class Moment(NamedTuple):
+class JournalMoment(NamedTuple):
     at: datetime
     """The time of day, for people."""
     t_s: float
@@ -26,14 +26,14 @@ class Moment(NamedTuple):
 class Began(NamedTuple):
     """Start of a process or file, with a snapshot of the known jobs; None without a snapshot."""
 
-    moment: Moment
+    moment: JournalMoment
     snapshot: dict[str, Any] | None
     missing: int
     """Decisions before this that could not be written."""
 
 
 class Dated(NamedTuple):
-    moment: Moment
+    moment: JournalMoment
     decided: Decided
 
 
@@ -82,8 +82,8 @@ def _dated(name: str, file: BinaryIO) -> Iterator[Began | Dated]:
             yield (began := _began(opened, line.t_s))
             offset_s = began.moment.at.timestamp() - began.moment.t_s
             opened = None
-        yield Dated(Moment(datetime.fromtimestamp(offset_s + line.t_s, UTC), line.t_s), line)
+        yield Dated(JournalMoment(datetime.fromtimestamp(offset_s + line.t_s, UTC), line.t_s), line)
 
 
 def _began(line: Opened, t_s: float) -> Began:
-    return Began(Moment(datetime.fromisoformat(line.wall), t_s), line.snapshot, line.missing)
+    return Began(JournalMoment(datetime.fromisoformat(line.wall), t_s), line.snapshot, line.missing)

@@ -9,8 +9,8 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
-from scheduler.rollmux.explain.history_entry import Entry, EventKind, nodes_in_words, seconds
-from scheduler.rollmux.explain.journal_lines import Moment
+from scheduler.rollmux.explain.history_entry import EventKind, HistoryEntry, nodes_in_words, seconds
+from scheduler.rollmux.explain.journal_lines import JournalMoment
 from scheduler.rollmux.permits.events import (
     DropPlace,
     EndPermit,
@@ -123,7 +123,7 @@ class PermitHistory:
         self._counts = True
         """Whether the current line lies in the requested time."""
 
-    def begin(self, job_permits: list[dict[str, Any]], now: Moment) -> None:
+    def begin(self, job_permits: list[dict[str, Any]], now: JournalMoment) -> None:
         """A process or a file begins with these records of the permits."""
         self._holders.begin(job_permits)
         if now.t_s < self._last_s:
@@ -141,15 +141,15 @@ class PermitHistory:
             # Since when its worker asks is in no record.
             self._ask(now)
 
-    def request(self, kind: PhaseKind, now: Moment) -> None:
+    def request(self, kind: PhaseKind, now: JournalMoment) -> None:
         """A worker of the job asks for its permit, perhaps again."""
         if self._granted_s is None and (self._asked_s is None or kind is not self._kind):
             self._kind = kind
             self._ask(now)
 
     def read(
-        self, effects: Iterable[RuntimeEffect], now: Moment, *, cause: str, counts: bool
-    ) -> Iterator[Entry]:
+        self, effects: Iterable[RuntimeEffect], now: JournalMoment, *, cause: str, counts: bool
+    ) -> Iterator[HistoryEntry]:
         """`cause` is what ended a permit where its effect does not know better."""
         self._counts, self._last_s = counts, now.t_s
         for effect in effects:
@@ -159,11 +159,11 @@ class PermitHistory:
                 self._look(now)
                 self._holders.apply(effect)
 
-    def _ask(self, now: Moment) -> None:
+    def _ask(self, now: JournalMoment) -> None:
         self._asked_s = self._looked_s = now.t_s
         self._behind_s.clear()
 
-    def _look(self, now: Moment) -> None:
+    def _look(self, now: JournalMoment) -> None:
         """Adds the time since the last look to every job on the awaited nodes."""
         if self._looked_s is None or self._asked_s is None:
             return
@@ -172,7 +172,7 @@ class PermitHistory:
             self._behind_s[other] = self._behind_s.get(other, 0.0) + passed_s
         self._looked_s = now.t_s
 
-    def _own(self, effect: RuntimeEffect, now: Moment, cause: str) -> Iterator[Entry]:
+    def _own(self, effect: RuntimeEffect, now: JournalMoment, cause: str) -> Iterator[HistoryEntry]:
         match effect:
             case EnqueuePhase():
                 self._look(now)
@@ -208,7 +208,7 @@ class PermitHistory:
             case _:
                 pass
 
-    def _granted(self, grant: GrantPermit, now: Moment) -> Entry:
+    def _granted(self, grant: GrantPermit, now: JournalMoment) -> HistoryEntry:
         self._look(now)
         waited_s = 0.0 if self._asked_s is None else now.t_s - self._asked_s
         behind = {job: spent_s for job, spent_s in self._behind_s.items() if spent_s > 0.0}
@@ -221,9 +221,9 @@ class PermitHistory:
                 summary.behind_s[job] = summary.behind_s.get(job, 0.0) + spent_s
         where = nodes_in_words(grant.nodes, grant.accelerators) or "no nodes"
         words = f"{grant.kind} begins on {where}, after {seconds(waited_s)} of waiting"
-        return Entry(at=now.at, kind=EventKind.GRANTED, text=words + behind_in_words(behind))
+        return HistoryEntry(at=now.at, kind=EventKind.GRANTED, text=words + behind_in_words(behind))
 
-    def _ended(self, end: EndPermit, now: Moment, cause: str) -> Entry:
+    def _ended(self, end: EndPermit, now: JournalMoment, cause: str) -> HistoryEntry:
         held_s = 0.0 if self._granted_s is None else now.t_s - self._granted_s
         began, self._granted_s = self._granted_s, None
         if self._counts:
@@ -235,16 +235,16 @@ class PermitHistory:
         long = "" if began is None else f" after {seconds(held_s)}"
         if end.ended is PermitEndReason.DONE:
             words = f"{end.kind} is done{long}; alone it would have taken {seconds(end.solo_s)}"
-            return Entry(at=now.at, kind=EventKind.DONE, text=words)
+            return HistoryEntry(at=now.at, kind=EventKind.DONE, text=words)
         why = cause or end.reason
         words = f"its {end.kind} permit ended{long}, {end.ended}: {why}"
-        return Entry(at=now.at, kind=EventKind.LOST, text=words)
+        return HistoryEntry(at=now.at, kind=EventKind.LOST, text=words)
 
-    def _happened(self, now: Moment, kind: EventKind, text: str) -> Entry:
+    def _happened(self, now: JournalMoment, kind: EventKind, text: str) -> HistoryEntry:
         if self._counts and self._kind is not None:
             happened = self._summary(self._kind).happened
             happened[kind] = happened.get(kind, 0) + 1
-        return Entry(at=now.at, kind=kind, text=text)
+        return HistoryEntry(at=now.at, kind=kind, text=text)
 
     def _summary(self, kind: PhaseKind) -> PermitSummary:
         return self.summaries.setdefault(kind, PermitSummary(kind=kind))

@@ -108,12 +108,12 @@ def own_speed(jobs: Records, permits: Records, k: int) -> float:
     for other in range(jobs.size):
         if jobs["stage"][other] == TAIL_MOVED:
             shared = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
-            taken += jobs["tail_share"][other] * node_count(shared)
-    return float(1.0 - taken / node_count(jobs["rollout_nodes"][k]))
+            taken += jobs["tail_share"][other] * bit_count(shared)
+    return float(1.0 - taken / bit_count(jobs["rollout_nodes"][k]))
 
 
 @compiled
-def node_count(mask: int) -> int:
+def bit_count(mask: int) -> int:
     count = 0
     while mask:
         mask &= mask - 1
@@ -122,13 +122,13 @@ def node_count(mask: int) -> int:
 
 
 @compiled
-def _load(nodes: Records, wanted: int, job: int, warm_s: float) -> float:
+def _load(nodes: Records, required: int, job: int, warm_s: float) -> float:
     """Puts the job's state on its nodes; returns the seconds until it is loaded."""
     longest_s = 0.0
     for bit in range(FORECAST_NODES_MAX):
-        if wanted >> bit == 0:
+        if required >> bit == 0:
             break
-        if (wanted >> bit) & 1 and nodes["loaded"][bit] != job:
+        if (required >> bit) & 1 and nodes["loaded"][bit] != job:
             longest_s = max(longest_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
             nodes["loaded"][bit] = job
     return longest_s
@@ -162,13 +162,13 @@ def _move_tails(
 
 
 @compiled
-def _left_s(nodes: Records, wanted: int, now_s: float) -> float:
+def _left_s(nodes: Records, required: int, now_s: float) -> float:
     """Seconds until tails that are being moved have left the nodes."""
     longest_s = 0.0
     for bit in range(FORECAST_NODES_MAX):
-        if wanted >> bit == 0:
+        if required >> bit == 0:
             break
-        if (wanted >> bit) & 1:
+        if (required >> bit) & 1:
             longest_s = max(longest_s, nodes["left_at_s"][bit] - now_s)
     return longest_s
 
@@ -189,19 +189,19 @@ def start(
     jobs["worked_s"][j] = 0.0
     if jobs["stage"][j] == WAITS_ROLLOUT:
         at = _move_tails(jobs, nodes, permits, j, now_s, rules, log, at)
-        wanted = jobs["rollout_nodes"][j]
+        required = jobs["rollout_nodes"][j]
         jobs["stage"][j] = BULK
         jobs["left_s"][j] = length_s[0] * jobs["bulk_ratio"][j]
         kind = ROLLOUT_STARTED
     else:
-        wanted = jobs["training_nodes"][j]
+        required = jobs["training_nodes"][j]
         jobs["stage"][j] = TRAINING
         jobs["left_s"][j] = length_s[1]
         kind = TRAINING_STARTED
-    permits[BUSY] |= wanted
-    loaded_s = _load(nodes, wanted, jobs["id"][j], rules.warm_s)
-    jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
-    return note(log, at, now_s, kind, jobs["id"][j], wanted)
+    permits[BUSY] |= required
+    loaded_s = _load(nodes, required, jobs["id"][j], rules.warm_s)
+    jobs["overhead_s"][j] = _left_s(nodes, required, now_s) + loaded_s
+    return note(log, at, now_s, kind, jobs["id"][j], required)
 
 
 @compiled

@@ -15,7 +15,7 @@ from scheduler.model import Completion
 from scheduler.rollmux.beliefs.tail import best_tail
 from scheduler.rollmux.permits.terms import PhaseTerms
 
-LEVELS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
+RATIOS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
 """Completed shares whose times are kept."""
 SEEN_MIN: Final = 3
 """Phases before the curve counts: the first of a process also loads its state."""
@@ -27,7 +27,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one phase over time, in seconds of solo work."""
 
     passed_s: tuple[float, ...] = ()
-    """Time of passing each of the first `LEVELS`, in s."""
+    """Time of passing each of the first `RATIOS`, in s."""
     at_s: float = 0.0
     ratio: float = 0.0
 
@@ -37,10 +37,10 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         if not (ratio > self.ratio and at_s >= self.at_s):
             return self
         passed_s = list(self.passed_s)
-        for level in LEVELS[len(passed_s) :]:
-            if level > ratio:
+        for completed in RATIOS[len(passed_s) :]:
+            if completed > ratio:
                 break
-            within = (level - self.ratio) / (ratio - self.ratio)
+            within = (completed - self.ratio) / (ratio - self.ratio)
             passed_s.append(self.at_s + within * (at_s - self.at_s))
         return Course(passed_s=tuple(passed_s), at_s=at_s, ratio=ratio)
 
@@ -50,14 +50,14 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
 
     seen: int = 0
     times: tuple[float, ...] = ()
-    """Share of the phase's time after which each of `LEVELS` was complete."""
+    """Share of the phase's time after which each of `RATIOS` was complete."""
 
     def after(self, course: Course, *, lasted_s: float) -> "CompletionCurve":
         """Folds one more phase in; a phase that reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self
         ended = course.progressed(1.0, at_s=lasted_s)
-        if len(ended.passed_s) < len(LEVELS):
+        if len(ended.passed_s) < len(RATIOS):
             return self
         found = [min(1.0, passed_s / lasted_s) for passed_s in ended.passed_s]
         weight = 1.0 / min(self.seen + 1.0, MEMORY)
@@ -67,7 +67,7 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def points(self) -> tuple[Completion, ...]:
-        return tuple(Completion(*point) for point in zip(self.times, LEVELS, strict=True))
+        return tuple(Completion(*point) for point in zip(self.times, RATIOS, strict=True))
 
 
 def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, int]:

@@ -63,7 +63,7 @@ TRANSITIONS: Final[dict[tuple[TailState, TailEvent], TailState]] = {
 } | {(state, TailEvent.PERMIT_LOST): TailState.ENDED for state in TailState}
 
 
-class Switches(NamedTuple):
+class EnginePermissions(NamedTuple):
     """Permissions of the job at its gateway."""
 
     dedicated: bool
@@ -149,9 +149,9 @@ class LeasedTail:
         self._asked_s = float("-inf")
 
     @property
-    def switches(self) -> Switches:
+    def switches(self) -> EnginePermissions:
         ended = self.state is TailState.ENDED
-        return Switches(
+        return EnginePermissions(
             dedicated=self.state is TailState.HOME, harvesting=self._leases and not ended
         )
 

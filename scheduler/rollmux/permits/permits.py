@@ -39,7 +39,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.room import make_room, revoke
-from scheduler.rollmux.permits.serving import serve
+from scheduler.rollmux.permits.serving import start_jobs
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, deadlines_s, verdict
 
@@ -113,12 +113,12 @@ class PermitPolicy:
         touched = self._table.settle()
         if not touched:
             return tuple(effects)
-        effects += serve(self._table, touched, now=now)
+        effects += start_jobs(self._table, touched, now=now)
         # A holder that has its nodes whole again may make room on all of them.
         touched += self._table.settle()
         effects += make_room(self._table, self.config, touched, now=now)
         # A job that is asked to make room leaves its lines, where others may wait behind it.
-        return (*effects, *serve(self._table, self._table.settle(), now=now))
+        return (*effects, *start_jobs(self._table, self._table.settle(), now=now))
 
     def _received(self, event: PermitEvent, now: float) -> Effects:
         table = self._table
@@ -194,9 +194,9 @@ class PermitPolicy:
 
     def _watch(self, permit: JobPermit, now: float) -> list[EndPermit | WarnHolder | RevokePermit]:
         table, config = self._table, self.config
-        wanted = permit.warned_s is not None and table.is_requested(permit, now)
+        requested = permit.warned_s is not None and table.is_requested(permit, now)
         lasted_s = now - permit.started_s
-        match verdict(permit, config, wanted=wanted, now=now):
+        match verdict(permit, config, requested=requested, now=now):
             case WatchdogVerdict.WELL:
                 return []
             case WatchdogVerdict.SILENT:

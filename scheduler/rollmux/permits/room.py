@@ -44,7 +44,7 @@ def make_room(
     for permit in table.holders(touched):
         if permit.warned_s is None or not table.is_requested(permit, now):
             continue
-        if verdict(permit, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
+        if verdict(permit, config, requested=True, now=now) is WatchdogVerdict.OBSTRUCTS:
             asked.append(revoke(table, config, permit, now=now))
     for permit in waiting:
         tails, loaded = _obstacles(table, permit, now)

@@ -33,7 +33,7 @@ def join(table: PermitTable, permit: JobPermit, phase: PhaseTerms, ticket: int) 
     return EnqueuePhase(job=permit.job, kind=phase.kind, ticket=permit.ticket, nodes=permit.awaits)
 
 
-def serve(table: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Grants:
+def start_jobs(table: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Grants:
     """Starts jobs on the nodes that have changed."""
     effects: Grants = []
     for permit in table.holders(touched):

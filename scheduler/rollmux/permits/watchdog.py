@@ -24,9 +24,9 @@ class WatchdogVerdict(StrEnum):
 
 
 def verdict(
-    permit: JobPermit, config: PermitsConfig, *, wanted: bool, now: float
+    permit: JobPermit, config: PermitsConfig, *, requested: bool, now: float
 ) -> WatchdogVerdict:
-    """Verdict on a job with a permit; `wanted`: another job requests one of its nodes."""
+    """Verdict on a job with a permit; `requested`: another job requests one of its nodes."""
     if permit.last_call_s is None or now >= permit.last_call_s + config.lease_s:
         return WatchdogVerdict.SILENT
     if permit.stage is PermitStage.REVOKED:
@@ -34,7 +34,7 @@ def verdict(
         return WatchdogVerdict.OUT_OF_GRACE if now >= ends_s else WatchdogVerdict.WELL
     if permit.warned_s is None:
         return WatchdogVerdict.LATE if now >= late_s(permit) else WatchdogVerdict.WELL
-    obstructs = wanted and now >= permit.warned_s + config.warn_s
+    obstructs = requested and now >= permit.warned_s + config.warn_s
     return WatchdogVerdict.OBSTRUCTS if obstructs else WatchdogVerdict.WELL
 
 

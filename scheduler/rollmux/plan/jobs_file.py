@@ -158,14 +158,14 @@ class PlannedJobSettings(StrictSettings):
         )
 
 
-class SloSettings(StrictSettings):
+class RiskSettings(StrictSettings):
     risk: float = Field(default=_CONTROL["risk"], ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
     slo_counts_queueing: bool = _CONTROL["slo_counts_queueing"]
     """An SLO counts from the placement on; true: from the submission on. No job waits in a plan."""
 
 
-class PlanSettings(SloSettings):
+class PlanSettings(RiskSettings):
     nodes: PoolSettings
     jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     """Jobs in the order of their arrival."""

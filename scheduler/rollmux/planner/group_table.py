@@ -108,8 +108,8 @@ class GroupTable:
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
         self.groups.setdefault(group.group, group)
-        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
-            for node in wanted:
+        for (pool, placed), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
+            for node in placed:
                 if self.nodes.setdefault(node, group.group) != group.group:
                     raise ValueError(f"node {node} belongs to {self.nodes[node]}")
                 if node not in owned:
@@ -202,10 +202,10 @@ class GroupTable:
             return {}
         short = {}
         for pool, nodes in placement.by_pool:
-            wanted = sum(node not in self.nodes for node in nodes)
+            needed = sum(node not in self.nodes for node in nodes)
             free = self.free_nodes(pool)
-            if free is not None and wanted > free:
-                short[pool] = wanted
+            if free is not None and needed > free:
+                short[pool] = needed
         return short
 
     def price_per_hour(self) -> float:
@@ -225,8 +225,8 @@ class GroupTable:
         pinned = [] if home is None else [self.groups[home].pinned[job]]
         planned = [node for placement in pinned for node in placement.nodes]
         leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
-        self.planned.hold(job, planned, host_bytes)
-        self.resident.hold(job, [*planned, *leaving], host_bytes)
+        self.planned.keep(job, planned, host_bytes)
+        self.resident.keep(job, [*planned, *leaving], host_bytes)
 
     def _settle(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
         group.pinned[placement.job] = placement
@@ -246,8 +246,8 @@ class GroupTable:
 
     def _release(self, placement: Placement, group: GroupState) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
-        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
-            for node in wanted:
+        for (pool, placed), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
+            for node in placed:
                 self._pins[node] -= 1
                 if self._pins[node] == 0:
                     owned.remove(node)

@@ -204,8 +204,8 @@ class GroupPlanner:
         if not moves:
             return []
         price = f"costs {self.table.committed_per_hour - before:+.2f} $/h"
-        danger = endangered(members, roster, judge, now=now)
-        return self._announce(moves, f"{danger}; {price}", now=now)
+        cause = endangered(members, roster, judge, now=now)
+        return self._announce(moves, f"{cause}; {price}", now=now)
 
     def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
         effects: list[GroupEffect] = []

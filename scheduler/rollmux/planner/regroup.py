@@ -74,10 +74,10 @@ class Regroup:
         price, hostings = self.search.search(candidates, admits, bounds)
         if before - price < self._prices.least_saving_per_move:
             return []
-        wanted = self._matched(jobs, hostings, groups)
+        matched = self._matched(jobs, hostings, groups)
         movers = [
             (group, placement)
-            for group, placements in wanted
+            for group, placements in matched
             for placement in placements
             if not self._stays(placement)
         ]

@@ -17,7 +17,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.planner.assignments import Masks, affordable, connected, table
 from scheduler.rollmux.planner.group_table import NodeType
-from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
+from scheduler.rollmux.planner.verdicts import Admits, Hosting, VerdictCache
 
 
 class SearchedJob(NamedTuple):
@@ -68,7 +68,7 @@ class Bounds(NamedTuple):
 class CheapestHosting:
     types: dict[Pool, NodeType]
     group_jobs: int = 5
-    verdicts: Verdicts = field(default_factory=Verdicts)
+    verdicts: VerdictCache = field(default_factory=VerdictCache)
     _cheapest: dict[tuple[int, ...], _Cheapest] = field(default_factory=dict)
 
     def forget(self) -> None:
@@ -179,7 +179,7 @@ class _Search:
     def cheapest(self) -> Found:
         found = self._within((1 << len(self.candidates)) - 1, self.bounds.price)
         if found is None:
-            raise AssertionError("a bound was above what it bounds")
+            raise AssertionError("a bound was above the bounded value")
         return found
 
     def _within(self, mask: int, at_most: float) -> Found | None:

@@ -77,9 +77,9 @@ class Relocation:
         # A list: tentative moves that are taken back change the group meanwhile.
         all_beside = [self._besides(group, one) for one in group.pinned]
         many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
-        for wanted in (*fewest, many):
+        for candidates in (*fewest, many):
             best: tuple[float, tuple[JobId, ...]] | None = None
-            for jobs in wanted:
+            for jobs in candidates:
                 if len(jobs) == len(group.pinned):
                     continue
                 rest = self._packer.occupants(group, slo_of=self._packer.slo_now, without=jobs)
@@ -164,14 +164,14 @@ class Relocation:
         return self._facts(job).spec.host_bytes
 
     def move_all(
-        self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
+        self, targets: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
     ) -> list[Move]:
         """Moves jobs to given nodes, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
         table = self._table
-        homes = self._leave_home([one.job for _, one in wanted])
+        homes = self._leave_home([one.job for _, one in targets])
         moves: list[Move] = []
-        for group, placement in wanted:
+        for group, placement in targets:
             fits = table.planned.has_room(placement, self._bytes(placement.job))
             if not fits or not table.is_supplied(placement):
                 self.take_back(moves)

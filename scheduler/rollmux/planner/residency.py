@@ -17,15 +17,15 @@ class Residency:
         self._bytes: dict[NodeId, dict[JobId, int]] = {}
         self._nodes: dict[JobId, tuple[NodeId, ...]] = {}
 
-    def hold(self, job: JobId, nodes: Iterable[NodeId], host_bytes: int) -> None:
+    def keep(self, job: JobId, nodes: Iterable[NodeId], host_bytes: int) -> None:
         """The job's state is on these nodes and on no other."""
         for node in self._nodes.pop(job, ()):
             del self._bytes[node][job]
             if not self._bytes[node]:
                 del self._bytes[node]
-        if wanted := tuple(dict.fromkeys(nodes)):
-            self._nodes[job] = wanted
-            for node in wanted:
+        if distinct := tuple(dict.fromkeys(nodes)):
+            self._nodes[job] = distinct
+            for node in distinct:
                 self._bytes.setdefault(node, {})[job] = host_bytes
 
     def replace(self, lost: NodeId, fresh: NodeId) -> None:

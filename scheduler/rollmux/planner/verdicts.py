@@ -34,7 +34,7 @@ Admits = Callable[[Hosting], bool]
 
 
 @dataclass(slots=True)
-class Verdicts:
+class VerdictCache:
     _found: dict[VerdictKey, bool] = field(default_factory=dict)
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])

@@ -104,7 +104,7 @@ def run_arm(
     return driver.run()
 
 
-def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:
+def arm_result(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:
     """Result of a run, over the jobs that were not given up.
 
     Raises AssertionError if any other job did not end or a node stayed up.

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
-from scheduler.sim.rollmux.arms import ARMS, SLO_COUNTS_QUEUEING, run_arm, summary
+from scheduler.sim.rollmux.arms import ARMS, SLO_COUNTS_QUEUEING, arm_result, run_arm
 from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.driver import not_watched
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, slowdown
@@ -117,7 +117,7 @@ def _shared(
     ratios = (
         slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slo for one in jobs
     )
-    found = summary(jobs, run)
+    found = arm_result(jobs, run)
     return ArmSummary(
         name=name,
         dollars=found.dollars,

@@ -42,7 +42,7 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.ledger import Counts, Ledger, NodeBill, RunResult
+from scheduler.sim.rollmux.ledger import Ledger, NodeBill, RunCounts, RunResult
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, spec_of
 
@@ -88,7 +88,7 @@ class Driver:
         self._workers = [self._worker(one) for one in jobs]
         self._by_job = {worker.job: worker for worker in self._workers}
         self._bill = NodeBill(runtime.cluster, self.ledger)
-        self._counts = Counts()
+        self._counts = RunCounts()
         self._now = 0.0
         self._moments: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
         """Time, number, action, its argument, and the worker's version at scheduling."""

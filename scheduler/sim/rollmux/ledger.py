@@ -107,7 +107,7 @@ class NodeBill:
 
 
 @dataclass(slots=True)
-class Counts:
+class RunCounts:
     """Counters of a run."""
 
     events: int = 0
@@ -123,7 +123,7 @@ class Counts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     ledger: Ledger
-    counts: Counts
+    counts: RunCounts
     end_s: float
 
 

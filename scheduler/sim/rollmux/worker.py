@@ -12,7 +12,7 @@ from typing import Final
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
-from scheduler.rollmux.permits.completion import LEVELS
+from scheduler.rollmux.permits.completion import RATIOS
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, World
 
 ROUNDING_S: Final = 1e-9
@@ -63,7 +63,7 @@ class Worker:
         nodes = one.job.phases[0].nodes
         tail = best_shape(one.curve, accelerators=nodes * ROLLOUT_ACCELERATORS)
         self._bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
-        self._levels = tuple(_levels(one))
+        self._milestones = tuple(_milestones(one))
 
     @property
     def job(self) -> JobId:
@@ -113,8 +113,8 @@ class Worker:
         """Time of its next report or change of speed, if nothing else happens."""
         target_s = self.length_s
         if self.kind is PhaseKind.ROLLOUT:
-            if self._reported < len(self._levels):
-                target_s = self._levels[self._reported][0] * self.length_s
+            if self._reported < len(self._milestones):
+                target_s = self._milestones[self._reported][0] * self.length_s
             if self.is_in_bulk and self._is_slower_or_faster:
                 target_s = min(target_s, self._bulk_ratio * self.length_s)
         left_s = max(0.0, target_s - self.worked_s)
@@ -128,8 +128,8 @@ class Worker:
         """Share of its responses completed since the last report; None without news."""
         reported = self._reported
         while (
-            self._reported < len(self._levels)
-            and self.worked_s >= self._levels[self._reported][0] * self.length_s - ROUNDING_S
+            self._reported < len(self._milestones)
+            and self.worked_s >= self._milestones[self._reported][0] * self.length_s - ROUNDING_S
         ):
             self._reported += 1
         return self.reported_ratio if self._reported > reported else None
@@ -137,7 +137,7 @@ class Worker:
     @property
     def reported_ratio(self) -> float:
         """Completed share of its responses, as last reported."""
-        return self._levels[self._reported - 1][1] if self._reported else 0.0
+        return self._milestones[self._reported - 1][1] if self._reported else 0.0
 
     @property
     def left_s(self) -> float:
@@ -186,13 +186,13 @@ class Worker:
         return min(1.0, self.share / (1.0 if self.is_in_bulk else self._tail_share or 1.0))
 
 
-def _levels(one: SimulatedJob) -> Iterator[tuple[float, float]]:
+def _milestones(one: SimulatedJob) -> Iterator[tuple[float, float]]:
     """Share of a rollout's time after which each of the completed shares is reached."""
     earlier = (0.0, 0.0)
     points = [*one.curve, (1.0, 1.0)]
-    for level in LEVELS:
-        while points[0][1] < level:
+    for completed in RATIOS:
+        while points[0][1] < completed:
             earlier = points.pop(0)
         span = points[0][1] - earlier[1]
-        within = (level - earlier[1]) / span if span > 0 else 1.0
-        yield earlier[0] + within * (points[0][0] - earlier[0]), level
+        within = (completed - earlier[1]) / span if span > 0 else 1.0
+        yield earlier[0] + within * (points[0][0] - earlier[0]), completed

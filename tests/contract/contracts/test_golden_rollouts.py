@@ -6,12 +6,12 @@ import pytest
 from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.journal import Decided, Opened
 from harvester.contracts.wire.rollouts import (
+    AnnouncedVersion,
     Choice,
     FinishReason,
     GenerateReply,
     GenerateRequest,
     Logprobs,
-    PublishedVersion,
     SamplingParams,
     Span,
     TokenLogprob,
@@ -61,7 +61,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
     ),
     (
-        PublishedVersion(version=WeightVersion(5), store="/store/job"),
+        AnnouncedVersion(version=WeightVersion(5), store="/store/job"),
         b'{"version":5,"store":"/store/job","state_hash":"","cut_open_turns":false}',
     ),
     (
@@ -96,7 +96,7 @@ def test_a_request_of_an_older_client_is_read_with_defaults() -> None:
     assert (request.weight_version, request.stream) == (VersionPin(), False)
 
 
-@pytest.mark.parametrize("kind", [VersionPin, PublishedVersion])
+@pytest.mark.parametrize("kind", [VersionPin, AnnouncedVersion])
 def test_a_field_that_would_be_ignored_is_refused(kind: type[msgspec.Struct]) -> None:
     with pytest.raises(msgspec.ValidationError, match="unknown field"):
         msgspec.json.decode(b'{"version":1,"store":"s","at_least":3}', type=kind)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.kv_shared import KvShared, check, is_shared
+from coserve.vllm.kv_shared import KvcachedLimit, check, is_shared
 from harvester.contracts.errors import Unsupported
 from harvester.platform.kv_segment import SEGMENTS, KvSegment
 from tests.contract.coserve.fake_kvcached import (
@@ -34,7 +34,7 @@ PAGE_TOKENS = BLOCKS_PER_PAGE * PER_BLOCK
 @dataclass
 class Scene:
     pool: Any
-    shared: KvShared
+    shared: KvcachedLimit
     segment: KvSegment
 
     @property
@@ -111,7 +111,7 @@ def scene(
     else:
         segment = KvSegment(name, directory=SEGMENTS)
         pool = real(segment, monkeypatch)
-    yield Scene(pool, KvShared(pool, tokens_per_block=PER_BLOCK, segment=segment), segment)
+    yield Scene(pool, KvcachedLimit(pool, tokens_per_block=PER_BLOCK, segment=segment), segment)
     segment.path.unlink()
 
 

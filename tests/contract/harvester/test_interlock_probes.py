@@ -399,7 +399,7 @@ def test_each_fault_of_a_source_is_logged_once_and_its_end_too(
         assert logged(fault=f"{url}: HTTP 500") == []
         (lacks,) = logged(rules=frozenset())
         assert "alert Slow has no rule that is evaluated" in lacks
-        assert logged(rules=frozenset({"Slow"})) == ["interlock: alerts: is answered"]
+        assert logged(rules=frozenset({"Slow"})) == ["interlock: alerts: answers again"]
         beats(node, 21.0)
         assert caplog.messages.count("interlock: alerts: no reading in time") == 1
         flapping = [line for code in range(200) for line in logged(fault=f"HTTP {code}")]

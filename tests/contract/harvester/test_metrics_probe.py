@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from harvester.agent.engine_probes import MAX_SCRAPE_BYTES, EngineLevels, MetricsProbe
+from harvester.agent.engine_probes import MAX_SCRAPE_BYTES, EngineMetrics, MetricsProbe
 
-LEVELS = EngineLevels(
+LEVELS = EngineMetrics(
     running=3.0,
     waiting=2.0,
     kv_usage_ratio=0.25,

@@ -20,7 +20,7 @@ from scheduler.rollmux.control.wire import (
     CallRefused,
     Ended,
     Granted,
-    PermitState,
+    PermitSnapshot,
     Placed,
     Reply,
     Waiting,
@@ -115,7 +115,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
     ),
     (
-        PermitState(
+        PermitSnapshot(
             stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0
         ),
         (

@@ -379,7 +379,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "unknown tensor": (lambda s: _edited(s, '"norm"', '"norn"'), "name different tensors"),
     "renamed directory": (
         lambda s: (s / "weight_v000003").rename(s / "weight_v000004"),
-        "index of version 4 says version 3",
+        "index of version 4 has version 3",
     ),
     "missing version": (
         lambda s: shutil.rmtree(s / "weight_v000002"),

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from harvester.platform.http_kit import error_reply
-from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
+from weightsync.transport.wire import StoreList, StoreVersions, index_etag, latest_etag
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from weightsync.transport.wire import StoreList, StoreListing, index_etag, lates
     [
         (StoreList(stores=("job-a", "job-b")), b'{"stores":["job-a","job-b"]}'),
         (
-            StoreListing(directories=("anchor_v000025", "weight_v000026")),
+            StoreVersions(directories=("anchor_v000025", "weight_v000026")),
             b'{"directories":["anchor_v000025","weight_v000026"]}',
         ),
     ],

@@ -272,9 +272,9 @@ def test_a_version_in_slices_is_pulled_in_slices(tmp_path: Path) -> None:
 
 
 def _without_chunks(index: dict[str, object]) -> None:
-    block = index["rosemux"]
-    assert isinstance(block, dict)
-    for record in block["files"].values():
+    section = index["rosemux"]
+    assert isinstance(section, dict)
+    for record in section["files"].values():
         del record["chunk_bytes"], record["chunks"]
 
 

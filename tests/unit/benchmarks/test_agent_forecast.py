@@ -16,7 +16,7 @@ from benchmarks.agent.forecast import (
     verdict,
 )
 from benchmarks.agent.idle_series import IdleSeries, generated, idle_shares, series_of
-from benchmarks.agent.level_forecasts import LastWindow, LevelForecaster, RecentMean
+from benchmarks.agent.mean_forecasts import LastWindow, MeanForecaster, RecentMean
 from benchmarks.testbed.trace import read_trace
 from harvester.contracts.wire.leases import IdleForecast
 from harvester.policy.idle_forecast import HORIZONS_S, IdleForecaster
@@ -63,8 +63,8 @@ class _Narrow(_Fixed):
 def _verdict(own: Callable[[np.ndarray], Forecaster], idle: np.ndarray) -> dict:
     forecasters: Mapping[str, Forecaster] = {
         "own": own(idle),
-        "ewma": LevelForecaster(RecentMean),
-        "last": LevelForecaster(LastWindow),
+        "ewma": MeanForecaster(RecentMean),
+        "last": MeanForecaster(LastWindow),
     }
     return verdict(IdleSeries(name="noise", idle=idle), replayed(idle, forecasters))
 
@@ -99,8 +99,8 @@ def test_no_forecast_changes_with_what_comes_later() -> None:
     other = np.concatenate((idle[:cut], 1.0 - idle[cut:]))
     kinds = (
         IdleForecaster,
-        lambda: LevelForecaster(RecentMean),
-        lambda: LevelForecaster(LastWindow),
+        lambda: MeanForecaster(RecentMean),
+        lambda: MeanForecaster(LastWindow),
     )
     for make in kinds:
         first, second = (replayed(each, {"own": make()})[10.0] for each in (idle, other))

@@ -14,7 +14,7 @@ from benchmarks.agent.metrics_page import metrics_page
 from benchmarks.agent.real_faults import STRIKES
 from benchmarks.agent.virtual_faults import FAULTS, run_in, run_scenario, was_open
 from benchmarks.agent.virtual_node import VirtualNode
-from harvester.agent.engine_probes import read_levels
+from harvester.agent.engine_probes import read_metrics
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageReader
 
 
@@ -57,10 +57,10 @@ def test_the_grant_of_an_expired_page_is_read_and_that_of_a_torn_one_is_not(tmp_
 
 @pytest.mark.parametrize("mood", ["nan", "negative", "empty", "truncated"])
 def test_only_a_good_metrics_page_has_levels(mood: str) -> None:
-    good = read_levels(metrics_page("good", running=2, tokens=9).decode())
+    good = read_metrics(metrics_page("good", running=2, tokens=9).decode())
     assert good is not None
     assert (good.running, good.prompt_tokens_total) == (2, 9)
-    assert read_levels(metrics_page(mood, running=2, tokens=9).decode()) is None
+    assert read_metrics(metrics_page(mood, running=2, tokens=9).decode()) is None
 
 
 def test_a_run_fails_on_any_violation_and_on_a_fault_that_never_struck() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.coserve import side_by_side
 from benchmarks.coserve.arms import Arm, Setting
-from benchmarks.coserve.closed_gate import Window as ClosedWindow
-from benchmarks.coserve.closed_gate import share_figures
+from benchmarks.coserve.closed_gate import ClosedWindow, share_figures
 from benchmarks.coserve.opening import opening_figures, watch_openings
 from benchmarks.coserve.restart import OutageSteps
 from benchmarks.coserve.rounds import Runner
@@ -27,9 +26,9 @@ from benchmarks.coserve.unseen import (
     long_prompt,
 )
 from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.trace import Arrival
-from benchmarks.testbed.window import Window
 from coserve.vllm.pulse_reporter import PULSE_TTL_NS
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader, Pulse, Reading
@@ -40,12 +39,12 @@ SEEN = ProductionRequest(
 DIED_NS = 50_000_000_000
 
 
-def window() -> Window:
+def excerpt() -> Excerpt:
     """Two requests a second."""
     arrivals = tuple(
         Arrival(index=n, t_s=0.5 * n, input_tokens=100, output_tokens=8) for n in range(20)
     )
-    return Window(trace="t", arrivals=arrivals, duration_s=10.0, start_s=0.0)
+    return Excerpt(trace="t", arrivals=arrivals, duration_s=10.0, start_s=0.0)
 
 
 def seen(alone_s: Sequence[float | None], beside_s: Sequence[float | None]) -> side_by_side.Seen:
@@ -59,7 +58,7 @@ def seen(alone_s: Sequence[float | None], beside_s: Sequence[float | None]) -> s
 
 
 def test_the_long_prompt_comes_amid_the_usual_load() -> None:
-    load = long_prompt(window())
+    load = long_prompt(excerpt())
     (long,) = [one for one in load if one.input_tokens == LONG_PROMPT_TOKENS]
     assert long.input_tokens + long.output_tokens <= CONTEXT_TOKENS
     assert [one.t_s for one in load] == sorted(one.t_s for one in load)
@@ -68,14 +67,14 @@ def test_the_long_prompt_comes_amid_the_usual_load() -> None:
 
 
 def test_the_crowd_asks_for_all_of_the_kv_and_each_of_it_fits() -> None:
-    crowded = [one for one in crowd(window()) if one.input_tokens > 100]
+    crowded = [one for one in crowd(excerpt()) if one.input_tokens > 100]
     assert sum(one.input_tokens for one in crowded) >= KV_TOKENS
     assert max(one.input_tokens + one.output_tokens for one in crowded) < CONTEXT_TOKENS
     assert len({one.index for one in crowded}) == len(crowded)
 
 
 def test_a_surge_is_ten_times_the_mean_within_a_second() -> None:
-    load = surge([*window().until(100.0)], rate=2.0)
+    load = surge([*excerpt().until(100.0)], rate=2.0)
     assert len(load) == TIMES * 2.0
     assert max(one.t_s for one in load) < 1.0
 
@@ -142,7 +141,7 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(side_by_side, "_BEFORE_S", 0.0)
     fake = FakeRunner()
     load = SideBySide(cast(Runner, fake), 2)
-    found = await load.run("load", window().arrivals)
+    found = await load.run("load", excerpt().arrivals)
     assert fake.rollouts == [False, True, True, False]
     assert {arm: len(requests) for arm, requests in found.items()} == {
         Arm.ALONE: 40,
@@ -158,7 +157,7 @@ async def test_a_warm_up_trial_runs_alone_and_is_not_counted(
 ) -> None:
     monkeypatch.setattr(side_by_side, "_BEFORE_S", 0.0)
     fake = FakeRunner()
-    found = await SideBySide(cast(Runner, fake), 1, warmed_up=True).run("load", window().arrivals)
+    found = await SideBySide(cast(Runner, fake), 1, warmed_up=True).run("load", excerpt().arrivals)
     assert fake.rollouts == [False, False, True]
     assert [len(requests) for requests in found.values()] == [20, 20]
 

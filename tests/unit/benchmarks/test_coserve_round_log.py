@@ -9,10 +9,10 @@ import pytest
 from benchmarks.coserve.arms import ESSENTIAL, Arm
 from benchmarks.coserve.round_log import Plan, RoundLog, RunSettings
 from benchmarks.coserve.rounds import ArmSlice
+from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.origin import Origin, origin
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
-from benchmarks.testbed.window import TokenScale
 from harvester.contracts.errors import ConfigError
 
 SETTINGS = RunSettings(trace="t", seed=1, slice_s=10.0, rounds=4, arms=ESSENTIAL)

@@ -20,10 +20,10 @@ from benchmarks.coserve.figures import Facts
 from benchmarks.coserve.rounds import ArmSlice, Runner
 from benchmarks.coserve.run_length import SHORT
 from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.hardware import CpuHardware
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import ServingSlot
-from benchmarks.testbed.window import Window
 from harvester.contracts.page import PageDirectory
 
 ARM_S = 10.0
@@ -43,8 +43,8 @@ class CountedRunner:
     def now(self) -> float:
         return self.now_s
 
-    async def run(self, arm: Arm, turn: int, window: Window) -> Any:
-        assert window.arrivals
+    async def run(self, arm: Arm, turn: int, excerpt: Excerpt) -> Any:
+        assert excerpt.arrivals
         if self.folder is not None and (not self.done or self.done[-1][1] != turn):
             there = (self.folder / "x.run" / "parts.json").exists()
             self.kept_at_starts.append(kept_in(self.folder)["rounds"] if there else None)
@@ -124,8 +124,8 @@ def rounds_run(
     runner = CountedRunner(now_s=started_s, folder=folder)
     monkeypatch.setattr(coserve, "figures", made_figures)
     bench = bench_in(folder, runner, arguments, **given)
-    windows = bench.load.windows(bench.length.slice_s, count=bench.rounds)
-    found = asyncio.run(bench._rounds(cast(Runner, runner), windows))
+    excerpts = bench.load.excerpts(bench.length.slice_s, count=bench.rounds)
+    found = asyncio.run(bench._rounds(cast(Runner, runner), excerpts))
     assert found["rate"] > 0.0
     return runner
 

@@ -10,8 +10,8 @@ from benchmarks.rollmux import __main__ as benchmark
 from benchmarks.rollmux.arm_figures import arm_figures, chosen_arms, dollars_over
 from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.pieces import ArmOfSeed, ArmRun, Pieces
-from scheduler.sim.rollmux.arms import WINDOW_GOAL, ArmResult, summary
-from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
+from scheduler.sim.rollmux.arms import WINDOW_GOAL, ArmResult, arm_result
+from scheduler.sim.rollmux.ledger import Ledger, RunCounts, RunResult
 from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, w1
 
 
@@ -59,14 +59,14 @@ def _ended(jobs: list[SimulatedJob], stretched: list[float]) -> RunResult:
             now += solo_s * (factor if at >= one.iterations / 2 else 1.0)
             ends_s.append(now)
         ledger.iteration_ends_s[one.job.job], ledger.ended_s[one.job.job] = ends_s, now
-    return RunResult(ledger=ledger, counts=Counts(), end_s=now)
+    return RunResult(ledger=ledger, counts=RunCounts(), end_s=now)
 
 
 def test_a_promise_of_a_life_may_be_kept_where_its_worst_iterations_are_not() -> None:
     jobs = [one for one in w1(0, jobs=60) if one.job.slo > 1.7 and one.iterations > 100]
     factors = [0.9, 1.2, 1.4, *[0.99] * (len(jobs) - 3)]
     stretched = [one.job.slo * by for one, by in zip(jobs, factors, strict=True)]
-    found = summary(jobs, _ended(jobs, stretched))
+    found = arm_result(jobs, _ended(jobs, stretched))
     assert found.kept == len(jobs)
     assert found.windows_kept == len(jobs) - 2
     assert found.windows_above_goal == 1

@@ -110,8 +110,8 @@ def test_a_present_version_outside_a_bound_is_reported_and_not_carried(shelf: Sh
     missing = asked(shelf, root, present="setuptools==81.0.0\nnumba\ntqdm")
     assert not missing.wheels
     assert [str(each) for each in missing.mismatches] == [
-        "numba is there in an unknown version, wanted ==0.65.0 by engine",
-        "setuptools is 81.0.0, wanted <81 by engine",
+        "numba is there in an unknown version, required ==0.65.0 by engine",
+        "setuptools is 81.0.0, required <81 by engine",
     ]
 
 

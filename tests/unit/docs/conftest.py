@@ -31,3 +31,13 @@ def table_after(repository: Path) -> Callable[[str, str], Table]:
         return rows[2:]
 
     return read
+
+
+@pytest.fixture
+def retired_in_prose(repository: Path) -> re.Pattern[str]:
+    """Words that the glossary keeps out of sentences."""
+    page = (repository / "docs/glossary.md").read_text()
+    paragraph = page[page.index("Nor do `") :].partition("\n\n")[0]
+    words = re.findall("`([a-z]+)`", paragraph)
+    assert len(words) > 10, "the list of words was not found"
+    return re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Sentences of docstrings, pages and messages name their subject."""
+"""Sentences of docstrings, comments and pages name their subject."""
 
 import ast
 import io
@@ -18,7 +18,6 @@ _RIDDLE = re.compile(
 )
 """A capital letter after a colon or a semicolon begins a sentence too."""
 _PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
-_LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _BEFORE_PROSE = re.compile(r"\n\s*\n|^#.*$|^[ >]*(?:[-*]|\d+\.) |\|", re.MULTILINE)
 """An empty line, a heading, the mark of an item, the border of a cell."""
@@ -59,24 +58,6 @@ def may_be_riddles(source: str) -> Iterator[tuple[int, str]]:
     """The comments of a source that may have a riddle. Tokenizing every source takes long."""
     if any(map(riddles, re.findall(r"#([^\n]*)", source))):
         yield from comments(source)
-
-
-def is_message(node: ast.AST) -> bool:
-    match node:
-        case ast.Raise():
-            return True
-        case ast.Call(func=ast.Attribute(attr=method)):
-            return method in _LOGS
-    return False
-
-
-def messages(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each string of a `raise` and of a call that logs."""
-    for node in filter(is_message, ast.walk(ast.parse(source))):
-        for part in ast.walk(node):
-            match part:
-                case ast.Constant(value=str(text)):
-                    yield part.lineno, text
 
 
 def prose_of(page: str) -> Iterator[str]:
@@ -142,19 +123,6 @@ def test_docstrings_and_comments_name_no_unnamed_person(package: str, repository
     assert found == [], "name the process, the job or the operator"
 
 
-def test_messages_name_no_unnamed_person(repository: Path) -> None:
-    found = [
-        f"{path.relative_to(repository)}:{line}: {text}"
-        for package in PRODUCT
-        for path in sorted((repository / package).rglob("*.py"))
-        for source in (path.read_text(),)
-        if _PERSON.search(source)
-        for line, text in messages(source)
-        if _PERSON.search(text)
-    ]
-    assert found == [], "name the process, the job or the operator"
-
-
 def test_no_sentence_of_a_page_begins_with_a_preposition_or_pronoun(repository: Path) -> None:
     found = [
         (page.relative_to(repository).as_posix(), sentence)
@@ -195,11 +163,6 @@ def test_pages_name_no_unnamed_person(repository: Path) -> None:
 )
 def test_each_sentence_of_a_page_is_looked_at(page: str, found: list[str]) -> None:
     assert [sentence for prose in prose_of(page) for sentence in riddles(prose)] == found
-
-
-def test_strings_of_raises_and_of_logging_are_found() -> None:
-    source = 'raise A(f"b {c}")\nlog.warning("d %s", "e")\nf("g")\nlog.warn_s("h")\n'
-    assert list(messages(source)) == [(1, "b "), (2, "d %s"), (2, "e")]
 
 
 def test_a_test_s_name_has_a_subject(repository: Path) -> None:

@@ -25,6 +25,8 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
+VERBS = {"holds"}
+"""Whether a thing contains another: a verb, not the plural of an order."""
 OWN_BOUNDS = {"Ratio", "Seconds"}
 """Numbers of a file or of a wire, each within bounds of its own."""
 _PLAIN = """
@@ -36,33 +38,34 @@ capabilities capacity case certificate chance change cheapest check checkpoint c
 client clock close cluster codec command compared comparison compiled completion compute condition
 config connections constraint contents context continuation control core corrupt coserve counters
 counts course cpu credentials csv cursor curve cut dated deadline deaths decided decision declared
-demand dense deployment derived description device dialect difference digests directory dispatch
-disruptions distribution document doubling draft drift driver drop dropped durable duration effect
-elapsed emptied encoded end endings endpoint engaged enqueue enter entry environment estimate
+defer demand dense deployment derived description device dialect difference digests directory
+dispatch disruptions distribution document doubling draft drift driver drop dropped durable duration
+effect elapsed emptied encoded end endings endpoint engaged enqueue enter entry environment estimate
 evacuation event evictions evidence exchange execution executor exhausted expected experiments
 expiry explanation exposition facts failed fallback fault field file finish first fleet force
 foreign forget free frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head
-health history hold holders horizon host hour http id identity idle ids impact in index info init
-intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
-kubernetes kv kvcached label lanes large last latency latest launch law layers layout lazy least
-leave ledger left lent lift limit linear list listener load location lock log logger logprob longest
-loop lora lost mailbox make manifest map mapped match max measured median member memory message met
-meta metadata method metrics middleware miss mode model moment monotonic movable mps mux name narrow
-needed not object objective objects observed obstacles occupant offer on only openapi operation
-operator options order other outage outcome output over overruns overwrite own owners pace packer
-page parallel params parent part passed paths pause payload peer pending per percentile picked piece
-plain plan plane planned plugin policy pool prefix pressure price printed private probe process
-profile promise prompt proof protocol publish pull queue quiesce ran random range rank ray reader
-reason recall reclaim record ref refusal refuse register regroup release reload relocation
-remembered removal render renew repair repeated replay reply report request reserve resident restart
-result resumed retarget retention retry return revocations revoke ring rise role rollout room root
-rose roster route row rules run runner sample scan scenarios scheduled scores seal searched seconds
-seen segment selection sender sense sensor sent serve settings settle sglang shadow shape shard
-share shelf short siblings side signal simulate single sizes skipped slowdown socket source sparse
-spec spent spool sqlite squares stage stale stat state status step stock stopped streak stream
-stretch strict struct submission submit successful sum summary switch sync systemd table take target
-template tenant tensor terms test text thread time timeline timeouts timestamp tinker tls token
-total trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
+health held history hold holders horizon host hour http id identity idle ids impact in index info
+init intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
+kubernetes kv kvcached label lanes large last latency latest launch law layers layout lazy leasable
+least leave ledger left lent lift limit linear list listener load location lock log logger logprob
+longest lookup loop lora lost mailbox make manifest map mapped match max measured median member
+memory message met meta metadata method metrics middleware miss mode model moment monotonic movable
+mps mux name narrow needed not object objective objects observed obstacles occupant offer on only
+openapi operation operator options order other outage outcome output over overruns overwrite own
+owners pace packer page pair parallel params parent part passed paths pause payload peer pending per
+percentile permissions picked piece plain plan plane planned plugin policy pool prefix pressure
+price printed priority private probe process profile progress promise prompt proof protocol publish
+pull queue quiesce ran random range rank ray reader reason recall reclaim record ref refusal refuse
+register registry regroup release reload relocation remembered removal render renew repair repeated
+replay reply report request reserve resident restart result resumed retarget retention retry return
+revocations revoke ring rise risk role rollout room root rose roster route row rules run runner
+sample scan scenarios scheduled scores seal searched seconds section seen segment selection sender
+sense sensor sent serve settings settle sglang shadow shape shard share shelf short siblings side
+signal simulate single sizes skipped slowdown snapshot socket source sparse spec spent spool sqlite
+squares stage stale stat state status step stock stopped streak stream stretch strict struct
+submission submit successful sum summary switch sync systemd table take target template tenant
+tensor terms test text thread threshold tile time timeline timeouts timestamp tinker tls token total
+trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
 unrecorded unsafe unseen unshared unsupported up update upstream usage use value varint verdict view
 virtual vllm wait waker walk warn watch watchdog weight weightsync whole widen wire withdraw
 withdrawn word work workload world worst writable write written xor xxh yaml yet zero
@@ -190,7 +193,7 @@ def test_a_word_of_one_meaning_in_a_class_s_name_has_the_meaning_of_a_row(
     trees: dict[str, ast.Module], table_after: TableAfter
 ) -> None:
     listed: dict[str, list[str]] = defaultdict(list)
-    for word, _, classes in table_after(PAGE, "## Words of one meaning"):
+    for word, _, _, classes in table_after(PAGE, "## Words of one meaning"):
         listed[word] += [] if classes == "none" else classes.split(", ")
     names = {name for _, tree in of_packages(trees) for name in public_classes(tree)}
     for word, classes in listed.items():
@@ -198,13 +201,24 @@ def test_a_word_of_one_meaning_in_a_class_s_name_has_the_meaning_of_a_row(
         assert sorted(classes) == sorted(found), word
 
 
-@pytest.fixture
-def retired_in_prose(repository: Path) -> re.Pattern[str]:
-    page = (repository / PAGE).read_text()
-    paragraph = page[page.index("Nor do `") :].partition("\n\n")[0]
-    words = re.findall("`([a-z]+)`", paragraph)
-    assert len(words) > 10, "the list of words was not found"
-    return re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)
+def test_a_word_of_one_meaning_in_a_function_or_file_lies_in_a_folder_of_its_row(
+    trees: dict[str, ast.Module], table_after: TableAfter
+) -> None:
+    folders = {
+        word: tuple(f"{folder}/" for folder in rooms.split(", "))
+        for word, _, rooms, _ in table_after(PAGE, "## Words of one meaning")
+        if rooms != "any"
+    }
+    assert len(folders) > 5, "the folders of the table were not found"
+    forms = {word: {word, f"{word}s"} - VERBS for word in folders}
+    found = {
+        (word, path, name)
+        for path, tree in of_packages(trees)
+        for name in (stem_of(path) or "", *functions(tree))
+        for word in folders
+        if forms[word] & set(words_of(name)) and not path.startswith(folders[word])
+    }
+    assert found == set(), "the glossary says which folders have names with the word"
 
 
 def test_no_docstring_has_a_retired_word(

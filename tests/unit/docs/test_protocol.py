@@ -56,7 +56,7 @@ from scheduler.gateway.requests import (
     decode_generate,
 )
 from scheduler.gateway.settings import GatewaySettings
-from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
+from weightsync.layout.manifest import AdapterRecord, FileRecord, IndexSection, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 
 PAGE = "docs/protocol.md"
@@ -97,11 +97,11 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.TokenLogprob,
     rollouts.Span,
     rollouts.VersionRange,
-    rollouts.PublishedVersion,
+    rollouts.AnnouncedVersion,
     rollouts.VersionSwitched,
     engines.EngineReport,
     engines.EngineDescription,
-    Block,
+    IndexSection,
     FileRecord,
     SliceRecord,
     AdapterRecord,
@@ -281,7 +281,7 @@ def test_the_examples_are_accepted(repository: Path) -> None:
     found = dict(re.findall(r"```json ([^\n]+)\n(.*?)```", (repository / PAGE).read_text(), re.S))
 
     assert decode_generate(found.pop("GenerateRequest").encode()).weight_version.exact == 3
-    published = msgspec.json.decode(found.pop("PublishedVersion"), type=rollouts.PublishedVersion)
+    published = msgspec.json.decode(found.pop("AnnouncedVersion"), type=rollouts.AnnouncedVersion)
     assert published.store == "job-a"
     manifest = decoded_manifest(found.pop("index 4").encode(), expected=WeightVersion(4))
     assert manifest.base_version == 3

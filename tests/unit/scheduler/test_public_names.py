@@ -1,7 +1,9 @@
 """`from scheduler import ...`: few names, each loaded on first use."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,39 @@ def test_the_public_names_are_these_seven() -> None:
 
 def test_the_doors_of_all_packages_have_twelve_names() -> None:
     assert len(scheduler.__all__) + len(weightsync.__all__) == 12
+
+
+SHOWN_DEEPER = {
+    "Adapter",
+    "Base",
+    "Corrupt",
+    "Harvesting",
+    "JobId",
+    "JobTerms",
+    "Names",
+    "OrderMove",
+    "Permit",
+    "PhaseTerms",
+    "TensorParallel",
+}
+"""Names that pages and examples import from behind the doors. No further one: a new name either
+replaces one of a door or is reached through one."""
+
+
+def test_pages_and_examples_import_few_names_from_behind_the_doors() -> None:
+    repository = Path(__file__).parents[3]
+    pages = [*(repository / "docs").glob("*.md"), *(repository / "examples").glob("*.[mp][dy]")]
+    found = {
+        name.strip()
+        for page in (repository / "README.md", *pages)
+        for names in re.findall(
+            r"^from (?:harvester|coserve|weightsync|scheduler)\.[\w.]+ import (.+)$",
+            page.read_text(),
+            re.MULTILINE,
+        )
+        for name in names.split(",")
+    }
+    assert found == SHOWN_DEEPER
 
 
 @pytest.mark.parametrize("name", scheduler.__all__)

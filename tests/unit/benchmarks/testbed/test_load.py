@@ -51,8 +51,8 @@ def test_production_is_as_busy_as_asked_by_what_its_steps_take(
     hardware: Hardware, model: ProductionModel, busy: float
 ) -> None:
     load = aimed(hardware, model, rounds=4, slice_s=10.0, busy=busy)
-    windows = load.windows(10.0, count=4)
-    share = mean_busy_share(windows, model, step_tokens=hardware.step_tokens)
+    excerpts = load.excerpts(10.0, count=4)
+    share = mean_busy_share(excerpts, model, step_tokens=hardware.step_tokens)
     assert share == pytest.approx(busy, abs=0.05)
 
 
@@ -60,7 +60,7 @@ def test_a_gpu_serves_whole_prompts_at_several_a_second_even_in_a_short_run() ->
     load = aimed(GPU, AN_8B_ON_A_GPU, rounds=4, slice_s=10.0)
     assert load.sizes.input_scale == 1.0
     assert load.rate > 5.0
-    longest = max(a.input_tokens for w in load.windows(10.0, count=4) for a in w.arrivals)
+    longest = max(a.input_tokens for w in load.excerpts(10.0, count=4) for a in w.arrivals)
     assert longest > 2048, "the law's phantom is a prompt of several steps"
 
 
@@ -68,7 +68,7 @@ def test_a_faster_gpu_is_sent_more_or_larger_requests() -> None:
     fast = aimed(GPU, scaled(AN_8B_ON_A_GPU, 0.25), rounds=10, slice_s=20.0)
     slow = aimed(GPU, AN_8B_ON_A_GPU, rounds=10, slice_s=20.0)
     assert fast.sizes.output_scale > slow.sizes.output_scale or fast.rate > slow.rate
-    sent = sum(len(window.arrivals) for window in fast.windows(20.0, count=10))
+    sent = sum(len(excerpt.arrivals) for excerpt in fast.excerpts(20.0, count=10))
     assert sent >= REQUESTS_MIN
 
 

@@ -10,7 +10,7 @@ import pytest
 from coserve.guest import isolation
 from coserve.guest.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION, IsolationBackend
 from harvester.contracts.errors import Unsupported
-from harvester.platform.scheduling_group import Rank
+from harvester.platform.scheduling_group import CpuPriority
 
 
 @pytest.fixture
@@ -27,8 +27,11 @@ def test_the_idle_class_is_refused_where_it_would_do_nothing(
         isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
     isolation.apply_to_process(IDLE_CLASS, sleeper)
     isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
-    found = {sleeper: {Rank("/autogroup-2", True)}, mine: {Rank("/autogroup-1", False)}}
-    monkeypatch.setattr(isolation, "ranks", found.__getitem__)
+    found = {
+        sleeper: {CpuPriority("/autogroup-2", True)},
+        mine: {CpuPriority("/autogroup-1", False)},
+    }
+    monkeypatch.setattr(isolation, "priorities", found.__getitem__)
     with pytest.raises(Unsupported, match=r"autogroup-2.*CPUWeight=idle"):
         isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
     isolation.check_beside(NO_ISOLATION, guest=[sleeper], production=[mine])
@@ -36,11 +39,11 @@ def test_the_idle_class_is_refused_where_it_would_do_nothing(
 
 @pytest.mark.parametrize("stray", ["guest", "production"])
 def test_one_stray_thread_of_many_is_enough(stray: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    below, above = Rank("/pod", True), Rank("/pod", False)
+    below, above = CpuPriority("/pod", True), CpuPriority("/pod", False)
     found = {1: {below}, 2: {below}, 11: {above}, 12: {above}}
-    monkeypatch.setattr(isolation, "ranks", found.__getitem__)
+    monkeypatch.setattr(isolation, "priorities", found.__getitem__)
     isolation.check_beside(IDLE_CLASS, guest=[1, 2], production=[11, 12])
-    found[2 if stray == "guest" else 12] |= {Rank("/elsewhere", stray == "guest")}
+    found[2 if stray == "guest" else 12] |= {CpuPriority("/elsewhere", stray == "guest")}
     with pytest.raises(Unsupported, match="/elsewhere"):
         isolation.check_beside(IDLE_CLASS, guest=[1, 2], production=[11, 12])
 
@@ -77,6 +80,8 @@ def test_a_cpu_takes_the_idle_group_where_it_can_and_the_class_elsewhere(
 def test_the_idle_group_is_refused_where_production_is_in_it_too(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "ranks", lambda pid: {Rank("/rosemux-guest-7", False)})
+    monkeypatch.setattr(
+        isolation, "priorities", lambda pid: {CpuPriority("/rosemux-guest-7", False)}
+    )
     with pytest.raises(Unsupported, match="no effect"):
         isolation.check_beside(IDLE_GROUP, guest=[sleeper], production=[os.getpid()])

@@ -12,7 +12,7 @@ from coserve.guest.guest_slot import GuestSlot
 from coserve.guest.isolation import IDLE_CLASS, IsolationBackend
 from coserve.guest.isolation_watch import IsolationWatch
 from harvester.contracts.process import ProcessId, process_ids
-from harvester.platform.scheduling_group import Rank
+from harvester.platform.scheduling_group import CpuPriority
 from tests.unit.coserve.conftest import Slot
 
 
@@ -74,14 +74,14 @@ def test_production_s_threads_that_move_to_another_group_are_noticed(
     production_pid: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = isolation.ranks
+    real = isolation.priorities
 
-    def moved(pid: int) -> frozenset[Rank]:
-        stray = {Rank("/system.slice/serving", False)} if pid == production_pid else set()
+    def moved(pid: int) -> frozenset[CpuPriority]:
+        stray = {CpuPriority("/system.slice/serving", False)} if pid == production_pid else set()
         return real(pid) | stray
 
     watch.look()
-    monkeypatch.setattr(isolation, "ranks", moved)
+    monkeypatch.setattr(isolation, "priorities", moved)
     watch.look()
     ratio, fault = said(slot, guest)
     assert (ratio, "/system.slice/serving" in fault) == (1.0, True)

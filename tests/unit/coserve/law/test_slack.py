@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coserve.law.engine_terms import terms_of
@@ -199,6 +199,11 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
             Pulse(in_flight=1, decoding=1, last_step_end_ns=NOW_NS),
         ]
     ),
+)
+@example(  # A bound of minus infinity times a negative epsilon.
+    values=[0.0, 0.0, 0.0, -1.0, -1.0, 0.0, -1.0],
+    nan_at=0,
+    pulse=Pulse(in_flight=1, decoding=1, last_step_end_ns=NOW_NS),
 )
 def test_a_grant_with_a_number_that_is_none_leaves_no_slack(
     values: list[float], nan_at: int, pulse: Pulse

@@ -1,19 +1,19 @@
 """Engine cores that step side by side, reported by one API server of several."""
 
-from coserve.pulse.engine_cores import EngineCores
+from coserve.pulse.engine_cores import CoreTable
 
 MS = 1_000_000
 
 
 def step(
-    cores: EngineCores, rank: int, now_ns: int, *, ours: int | None = None, kv: float | None = None
+    cores: CoreTable, rank: int, now_ns: int, *, ours: int | None = None, kv: float | None = None
 ) -> int:
     running = None if kv is None else 1
     return cores.step(rank, running=running, kv_usage_ratio=kv, ours=ours, now_ns=now_ns)
 
 
 def test_each_core_has_a_last_step_of_its_own() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     assert step(cores, 0, 10 * MS) == 0
     assert step(cores, 1, 12 * MS) == 0
     assert step(cores, 0, 15 * MS) == 10 * MS
@@ -21,7 +21,7 @@ def test_each_core_has_a_last_step_of_its_own() -> None:
 
 
 def test_the_decode_that_waits_longest_is_that_of_the_core_that_stepped_first() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     step(cores, 0, 10 * MS, ours=1)
     step(cores, 1, 15 * MS, ours=1)
     assert cores.last_step_ns(decoding=2, now_ns=16 * MS) == 10 * MS
@@ -30,7 +30,7 @@ def test_the_decode_that_waits_longest_is_that_of_the_core_that_stepped_first() 
 
 
 def test_a_core_without_requests_of_ours_delays_none() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     step(cores, 0, 10 * MS, ours=0)
     step(cores, 1, 15 * MS, ours=1)
     assert cores.last_step_ns(decoding=1, now_ns=16 * MS) == 15 * MS
@@ -38,7 +38,7 @@ def test_a_core_without_requests_of_ours_delays_none() -> None:
 
 
 def test_a_request_that_went_away_on_a_core_that_rests_is_forgotten_after_a_while() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     step(cores, 0, 10 * MS, ours=1)
     step(cores, 1, 15 * MS, ours=1)
     assert cores.last_step_ns(decoding=1, now_ns=16 * MS) == 10 * MS, "which is not known yet"
@@ -48,7 +48,7 @@ def test_a_request_that_went_away_on_a_core_that_rests_is_forgotten_after_a_whil
 
 
 def test_levels_are_the_last_reported_of_each_core() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     step(cores, 0, 10 * MS, kv=0.9)
     step(cores, 1, 11 * MS, kv=0.3)
     step(cores, 0, 12 * MS, kv=0.2)
@@ -58,7 +58,7 @@ def test_levels_are_the_last_reported_of_each_core() -> None:
 
 
 def test_the_fullest_of_very_many_cores_are_reported() -> None:
-    cores = EngineCores()
+    cores = CoreTable()
     for rank in range(64):
         step(cores, rank, MS, kv=rank / 64)
     assert [core.rank for core in cores.reported] == list(range(63, 47, -1))

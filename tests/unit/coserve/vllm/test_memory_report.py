@@ -107,7 +107,7 @@ def test_the_bound_of_a_sleeping_guest_is_reported_and_checked(
     assert not caplog.records
     driver.process_bytes = 18 * MIB
     assert report(worker).other_bytes == 18 * MIB
-    assert f"at most {17 * MIB} were to stay" in caplog.text
+    assert f"above its bound of {17 * MIB}" in caplog.text
 
 
 @pytest.mark.parametrize("known", [True, False])

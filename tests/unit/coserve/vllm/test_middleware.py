@@ -228,7 +228,7 @@ async def test_any_other_epoch_is_refused_before_the_engine_sees_it(
     client = Client(EpochMiddleware(engine), scope_of(x_rosemux_epoch=epoch))
     await client.task
     assert (client.status, engine.calls) == (409, 0)
-    assert "in force is 3" in json.loads(client.body)["error"]
+    assert "is not the one in force, 3" in json.loads(client.body)["error"]
 
 
 async def test_a_request_without_an_epoch_is_refused(grant: GrantPage) -> None:
@@ -266,7 +266,7 @@ async def test_a_raised_epoch_refuses_a_request_that_had_no_reply_yet(grant: Gra
     grant.set(4)
     await client.task
     assert (client.status, client.whole) == (409, True)
-    assert "raised" in json.loads(client.body)["error"]
+    assert "a newer lease epoch" in json.loads(client.body)["error"]
 
 
 async def test_a_raised_epoch_reaches_a_handler_that_no_cancellation_reaches(

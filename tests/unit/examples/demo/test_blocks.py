@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.trace import Arrival
-from benchmarks.testbed.window import Window
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
 from examples.demo.records import Arm, ArmBlock, Record, TrainingStep
 from examples.grpo.events import StepDone, Trajectories
@@ -17,7 +17,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
 
 PLAN = BlockPlan(rounds=3, serving_s=40.0, steps=2)
-WINDOW = Window(
+EXCERPT = Excerpt(
     trace="given",
     arrivals=tuple(
         Arrival(index=index, t_s=t_s, input_tokens=10, output_tokens=5)
@@ -149,16 +149,16 @@ def test_a_round_that_would_end_too_late_is_left_out(
     assert another_fits(rounds_s, left_s=left_s) is fits
 
 
-def test_a_window_goes_on_lap_after_lap_with_new_indices() -> None:
-    arrivals = list(islice(WINDOW.endless(), 7))
+def test_a_excerpt_goes_on_lap_after_lap_with_new_indices() -> None:
+    arrivals = list(islice(EXCERPT.endless(), 7))
     assert [arrival.index for arrival in arrivals] == list(range(7))
     assert [arrival.t_s for arrival in arrivals] == [0.0, 1.0, 4.0, 10.0, 11.0, 14.0, 20.0]
-    assert WINDOW.until(11.0) == tuple(arrivals[:4])
+    assert EXCERPT.until(11.0) == tuple(arrivals[:4])
 
 
 async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> None:
     scene = Scene()
-    await scene.runner().run(Arm.SERVING_ONLY, 1, WINDOW, PLAN)
+    await scene.runner().run(Arm.SERVING_ONLY, 1, EXCERPT, PLAN)
     assert scene.calls == [("harvesting", "harvest", False), ("guest_gone", "guest-0")]
     (block,) = scene.records
     assert isinstance(block, ArmBlock)
@@ -185,7 +185,7 @@ async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> 
 )
 async def test_a_block_with_a_job_lasts_its_steps(arm: Arm, calls: list[Any]) -> None:
     scene = Scene()
-    await scene.runner().run(arm, 2, WINDOW, PLAN)
+    await scene.runner().run(arm, 2, EXCERPT, PLAN)
     assert scene.calls == calls
     *steps, block = scene.records
     assert [type(record) for record in scene.records] == [TrainingStep, TrainingStep, ArmBlock]
@@ -209,7 +209,7 @@ async def test_a_step_is_recorded_with_every_engines_gap_and_every_trajectory() 
 async def test_a_guest_that_serves_on_stops_an_arm_that_does_not_harvest() -> None:
     scene = Scene(guest_stays=True)
     with pytest.raises(ConfigError, match="still serves"):
-        await scene.runner().run(Arm.FIXED, 0, WINDOW, PLAN)
+        await scene.runner().run(Arm.FIXED, 0, EXCERPT, PLAN)
     assert scene.records == []
 
 
@@ -217,7 +217,7 @@ async def test_a_guest_that_serves_on_stops_an_arm_that_does_not_harvest() -> No
 async def test_a_block_that_is_given_up_ends_its_replay(arm: Arm) -> None:
     scene = Scene()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(scene.runner().run(arm, 0, WINDOW, PLAN), STEP_S)
+        await asyncio.wait_for(scene.runner().run(arm, 0, EXCERPT, PLAN), STEP_S)
     sent = len(scene.sent)
     await asyncio.sleep(100.0)
     assert len(scene.sent) == sent
@@ -226,6 +226,6 @@ async def test_a_block_that_is_given_up_ends_its_replay(arm: Arm) -> None:
 
 async def test_a_part_of_a_trace_without_a_request_sends_none() -> None:
     scene = Scene()
-    await scene.runner().run(Arm.HARVEST, 0, replace(WINDOW, arrivals=()), PLAN)
+    await scene.runner().run(Arm.HARVEST, 0, replace(EXCERPT, arrivals=()), PLAN)
     assert scene.sent == []
     assert isinstance(scene.records[-1], ArmBlock)

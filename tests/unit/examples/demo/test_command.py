@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.excerpt import excerpts_of
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import windows_of
 from examples.demo import command
 from examples.demo.command import demo
 from examples.demo.preparation import SCALES
@@ -44,7 +44,7 @@ class FakeSession:
             raise self.error
         trace: Trace = self.given.trace
         return Outcome(
-            windows=windows_of(trace, count=2, duration_s=40.0, rate=2.0),
+            excerpts=excerpts_of(trace, count=2, duration_s=40.0, rate=2.0),
             sizes=SCALES[0],
             prompts=36,
             gateway={"jobs": {"harvest": {"turns": {"migrated": 3}}}},

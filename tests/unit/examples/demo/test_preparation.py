@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, busy_share, mean_busy_share, scaled
+from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.trace import Arrival
-from benchmarks.testbed.window import Window
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan
 from examples.demo.preparation import SCALES, Preparation
 from examples.demo.records import Arm
@@ -54,22 +54,22 @@ class Machine:
 
     def serve(self, arrivals: Iterable[Arrival], seconds: float) -> None:
         model = scaled(MODEL, self.longer * (COLD if self.cold else 1.0))
-        self.busy_s += busy_share(list(arrivals), model, window_s=seconds) * seconds
+        self.busy_s += busy_share(list(arrivals), model, excerpt_s=seconds) * seconds
         self.cold = False
         self.samples += self.samples_per_replay
 
     @asynccontextmanager
-    async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
+    async def replaying(self, arm: Arm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
         self.steps.append((arm, index))
-        self._window = window
+        self._excerpt = excerpt
         yield
 
     async def step(self, arm: Arm, index: int) -> float:
         await asyncio.sleep(STEP_S)
-        self.serve(self._window.until(STEP_S), STEP_S)
+        self.serve(self._excerpt.until(STEP_S), STEP_S)
         return STEP_S
 
-    _window: Window = field(init=False)
+    _excerpt: Excerpt = field(init=False)
 
 
 @dataclass(slots=True)
@@ -120,9 +120,9 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
     await preparation.first_replay(10.0)
     assert await preparation.fixed_step(cast(Any, machine)) == STEP_S
     await preparation.harvesting_step(cast(Any, machine))
-    windows = await preparation.last_replay(20.0, blocks=BLOCKS)
-    assert [window.duration_s for window in windows] == [BLOCKS.serving_s] * BLOCKS.rounds
-    share = mean_busy_share(windows, scaled(MODEL, longer))
+    excerpts = await preparation.last_replay(20.0, blocks=BLOCKS)
+    assert [excerpt.duration_s for excerpt in excerpts] == [BLOCKS.serving_s] * BLOCKS.rounds
+    share = mean_busy_share(excerpts, scaled(MODEL, longer))
     assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
     assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
 
@@ -134,9 +134,9 @@ async def test_a_slow_machine_is_sent_smaller_requests_and_not_too_few() -> None
         machine = Machine(longer)
         preparation = preparation_of(machine)
         await preparation.first_replay(10.0)
-        windows = await preparation.last_replay(20.0, blocks=BLOCKS)
-        requests[longer] = sum(len(window.arrivals) for window in windows)
-        share = mean_busy_share(windows, scaled(MODEL, longer))
+        excerpts = await preparation.last_replay(20.0, blocks=BLOCKS)
+        requests[longer] = sum(len(excerpt.arrivals) for excerpt in excerpts)
+        share = mean_busy_share(excerpts, scaled(MODEL, longer))
         assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
         if longer == 1.0:
             assert preparation.load.sizes == SCALES[0]

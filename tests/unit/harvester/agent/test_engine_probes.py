@@ -4,7 +4,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from harvester.agent.engine_probes import GuestDescription, MetricsProbe, read_levels
+from harvester.agent.engine_probes import GuestDescription, MetricsProbe, read_metrics
 from harvester.contracts.page import PageDirectory
 from harvester.policy.sample import SCRAPED_PULSE
 
@@ -26,7 +26,7 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 40.0
 
 @pytest.mark.parametrize("page", [PAGE, PAGE.replace("vllm:", "vllm_")])
 def test_reads_both_spellings(page: str) -> None:
-    levels = read_levels(page)
+    levels = read_metrics(page)
     assert levels is not None
     assert (levels.running, levels.waiting, levels.kv_usage_ratio) == (4.0, 2.0, 0.5)
     assert (levels.prompt_tokens_total, levels.generation_tokens_total) == (100.0, 40.0)
@@ -45,36 +45,36 @@ sglang:cache_hit_rate{model_name="m"} 0.1
 
 
 def test_sglang_s_levels_are_the_same_by_other_names() -> None:
-    assert read_levels(SGLANG_PAGE) == read_levels(PAGE)
+    assert read_metrics(SGLANG_PAGE) == read_metrics(PAGE)
 
 
 def test_a_page_of_two_kinds_of_engine_is_unknown() -> None:
-    assert read_levels(PAGE + SGLANG_PAGE) is None
-    assert read_levels(SGLANG_PAGE + PAGE) is None
+    assert read_metrics(PAGE + SGLANG_PAGE) is None
+    assert read_metrics(SGLANG_PAGE + PAGE) is None
 
 
 @pytest.mark.parametrize("series", ["num_running_reqs", "num_queue_reqs", "token_usage"])
 def test_a_missing_series_of_sglang_is_unknown_and_not_idle(series: str) -> None:
     page = "\n".join(line for line in SGLANG_PAGE.splitlines() if series not in line)
-    assert read_levels(page) is None
+    assert read_metrics(page) is None
 
 
 @pytest.mark.parametrize("series", ["num_requests_running", "kv_cache_usage_perc"])
 def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
     page = "\n".join(line for line in PAGE.splitlines() if series not in line)
-    assert read_levels(page) is None
+    assert read_metrics(page) is None
 
 
 @pytest.mark.parametrize("level", ["} 2.0", "} 0.25", "} 0.5", "} 100.0"])
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e30"])
 def test_an_invalid_level_is_unknown(level: str, value: str) -> None:
     """Also of one engine beside a good one: the maximum of NaN and a number is the number."""
-    assert read_levels(PAGE.replace(level, f"}} {value}")) is None
+    assert read_metrics(PAGE.replace(level, f"}} {value}")) is None
 
 
 @pytest.mark.parametrize("page", ["", "<html>", PAGE[: len(PAGE) // 2]])
 def test_an_invalid_metrics_page_is_unknown(page: str) -> None:
-    assert read_levels(page) is None
+    assert read_metrics(page) is None
 
 
 async def test_an_error_that_was_not_foreseen_ends_no_probe(
@@ -98,7 +98,7 @@ async def test_an_error_that_was_not_foreseen_ends_no_probe(
 async def test_a_probe_that_ends_leaves_no_pulse_that_would_be_awaited(tmp_path: Path) -> None:
     pages = PageDirectory.create(tmp_path / "slot0")
     probe = MetricsProbe("http://127.0.0.1:9/metrics", pages=pages.path)
-    levels = read_levels(PAGE)
+    levels = read_metrics(PAGE)
     assert levels is not None
     probe._write(levels)
     assert pages.pulse_names() == (SCRAPED_PULSE,)

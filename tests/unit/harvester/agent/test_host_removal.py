@@ -142,7 +142,7 @@ def leave_marks(config: AgentConfig, pid: int) -> None:
     """A guest under its isolation, as `rosemux guest` puts it, and an agent; both crash."""
     backend = isolation.choose()
     isolation.apply_to_process(backend, pid, guest=pid)
-    assert isolation.ranks(pid)
+    assert isolation.priorities(pid)
     node = lend(config, pid)
     assert config.file_of(config.slots[0], "lifted").exists()
     kill_agent(node)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.agent.shared_memory import SharedKv
+from harvester.agent.shared_memory import SegmentPair
 from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
@@ -26,24 +26,24 @@ def write(folder: Path, name: str, *sizes: int) -> None:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> SharedKv:
+def shared(tmp_path: Path) -> SegmentPair:
     write(tmp_path, "prod", 40 * GIB, 20 * GIB, GIB)
     write(tmp_path, "guest", 8 * GIB, 4 * GIB, GIB)
     owners = frozenset({os.getuid()})
-    return SharedKv(
+    return SegmentPair(
         (KvSegment("prod", owners=owners, directory=tmp_path),),
         KvSegment("guest", owners=owners, directory=tmp_path),
         total_bytes=40 * GIB,
     )
 
 
-def test_both_engines_pages_count_against_what_they_share(shared: SharedKv) -> None:
+def test_both_engines_pages_count_against_what_they_share(shared: SegmentPair) -> None:
     assert shared.read() == MemoryReading(used_bytes=26 * GIB, limit_bytes=40 * GIB)
     assert shared.read_guest() == KvReading(mapped_bytes=5 * GIB, limit_bytes=8 * GIB)
 
 
 def test_a_production_that_says_nothing_is_full_and_a_guest_that_is_not_there_uses_none(
-    shared: SharedKv, tmp_path: Path
+    shared: SegmentPair, tmp_path: Path
 ) -> None:
     (tmp_path / "guest").unlink()
     assert shared.read().used_bytes == 21 * GIB

@@ -335,7 +335,7 @@ def test_a_state_file_that_was_removed_ends_no_quarantine(stage: Stage) -> None:
     stage.start()
     stage.beats(3)
     assert stage.condition is Condition.QUARANTINED
-    assert stage.reason == "history not known: a journal and no state"
+    assert stage.reason == "history not known: there is a journal but no state file"
     (stage.state_dir / f"{SLOT}.release").write_text("the state was removed by mistake")
     stage.beats(3)
     assert stage.condition is Condition.OVERSPENT
@@ -502,7 +502,7 @@ def test_a_wrong_node_opens_no_slot_and_costs_no_history(stage: Stage) -> None:
     stage.node.close()
     files = {path.name: path.read_bytes() for path in stage.state_dir.iterdir()}
     renamed = stage.config.model_copy(update={"node": "copied-from-the-example"})
-    with pytest.raises(ConfigError, match=r"is of node .*, and this is node copied-from"):
+    with pytest.raises(ConfigError, match=r"belongs to node .*, this is node copied-from"):
         NodeAgent(renamed, clock=MonotonicClock(), version="1")
     assert {path.name: path.read_bytes() for path in stage.state_dir.iterdir()} == files
     stage.start()

@@ -147,7 +147,7 @@ def test_a_new_slot_names_the_histories_that_no_slot_goes_on_with(
 
 def test_another_node_s_state_is_the_user_s_mistake(file: StateFile) -> None:
     file.save(STATE, now=100.0)
-    with pytest.raises(ConfigError, match="of node node-0, and this is node node-1"):
+    with pytest.raises(ConfigError, match="belongs to node node-0, this is node node-1"):
         StateFile(file.path, node="node-1", slot="slot0").load(now=100.0)
 
 

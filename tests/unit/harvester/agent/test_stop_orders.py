@@ -398,7 +398,7 @@ def test_metrics_say_who_when_and_why(node: Node) -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"slot": "slot9"}, "no slot9"),
+        ({"slot": "slot9"}, "no slot slot9"),
         ({"slot": "../../etc"}, "slot"),
         ({"tenant": "a b"}, "tenant"),
         ({"slot": "slot0", "tenant": "a"}, "neither"),

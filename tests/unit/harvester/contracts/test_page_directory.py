@@ -112,7 +112,7 @@ def test_a_directory_below_one_in_which_others_may_swap_it_is_refused(tmp_path: 
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    with pytest.raises(ConfigError, match="swap"):
+    with pytest.raises(ConfigError, match="may replace files"):
         PageDirectory.create(open_to_all / "slot")
     assert not (open_to_all / "slot").exists()
 

@@ -86,7 +86,7 @@ def test_two_slots_on_one_page_directory_are_one() -> None:
     gpu = {"gpu": "GPU-1"}
     slots, faults = template.slots([engine("a", values=gpu), engine("b", values=gpu)])
     assert [*slots] == ["a"]
-    assert faults == ["unit of b: its slot b is that of unit of a"]
+    assert faults == ["unit of b: slot b belongs to unit of a"]
     kept = KeptSlots({"old": template.slot(engine("old", values=gpu))}, forget_s=60.0)
     assert names(kept.observe(slots, now=0.0)) == ["a"]
 
@@ -139,7 +139,7 @@ def test_an_engine_without_a_slot_leaves_the_others_theirs() -> None:
         "unit of d",
         "another",
     ]
-    assert faults[-1] == "another: its slot a is that of unit of a"
+    assert faults[-1] == "another: slot a belongs to unit of a"
 
 
 def test_two_engines_of_one_bad_slot_name_are_two_faults() -> None:

@@ -11,9 +11,9 @@ import pytest
 from harvester.contracts.errors import Unsupported
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.scheduling_group import (
+    has_lower_priority,
     hierarchies,
     is_idle,
-    ranks_below,
     scheduling_group,
 )
 
@@ -42,7 +42,7 @@ def test_a_process_in_the_idle_group_ranks_below_all_others_until_it_leaves(slee
     groups.enter(sleeper, guest=sleeper)
     groups.enter(sleeper, guest=sleeper)
     inside = scheduling_group(sleeper)
-    assert ranks_below(inside, mine)
+    assert has_lower_priority(inside, mine)
     groups.leave(sleeper)
     groups.leave(sleeper)
     assert scheduling_group(sleeper) == before
@@ -56,9 +56,9 @@ def test_one_guest_is_lifted_and_settled_and_no_other(sleeper: int) -> None:
             groups.enter(pid, guest=pid)
         ranks = [scheduling_group(pid) for pid in (sleeper, other.pid)]
         assert groups.lift(sleeper)
-        assert [ranks_below(rank, mine) for rank in ranks] == [False, True]
+        assert [has_lower_priority(rank, mine) for rank in ranks] == [False, True]
         assert groups.settle(sleeper)
-        assert [ranks_below(rank, mine) for rank in ranks] == [True, True]
+        assert [has_lower_priority(rank, mine) for rank in ranks] == [True, True]
         for pid in (sleeper, other.pid):
             groups.leave(pid)
     groups.clear()

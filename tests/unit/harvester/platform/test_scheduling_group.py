@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from harvester.platform.scheduling_group import (
-    Rank,
+    CpuPriority,
+    has_lower_priority,
     is_below,
-    ranks,
-    ranks_below,
+    priorities,
     scheduling_group,
 )
 
@@ -84,7 +84,7 @@ def test_a_group_out_of_this_namespace_is_not_taken_for_the_root(tmp_path: Path)
         ("/../guests", "/serving", False),
     ],
 )
-def test_a_group_ranks_below_where_it_is_idle_at_the_fork(
+def test_a_group_has_lower_priority_where_it_is_idle_at_the_fork(
     guest: str, production: str, below: bool, tmp_path: Path
 ) -> None:
     idle = {"guests": 1, "guests/slot-0": 0, "guests/inner": 0, "pods": 0, "pods/guest": 1}
@@ -93,10 +93,12 @@ def test_a_group_ranks_below_where_it_is_idle_at_the_fork(
         folder = tmp_path / "cpu" / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cpu.idle").write_text(f"{value}\n")
-    assert ranks_below(guest, production, cgroups=tmp_path) is below
+    assert has_lower_priority(guest, production, cgroups=tmp_path) is below
 
 
-def test_each_thread_has_a_rank_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_has_a_priority_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proc = _process(tmp_path, cgroup="1:cpu:/pod\n0::/\n", autogroup="/autogroup-1")
     for thread, group in ((7, "/pod"), (8, "/pod"), (9, "/")):
         (proc / f"7/task/{thread}").mkdir(parents=True)
@@ -105,26 +107,30 @@ def test_each_thread_has_a_rank_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     (proc / "7/task/10").mkdir()
     monkeypatch.setattr(os, "sched_getscheduler", lambda t: os.SCHED_IDLE if t == 8 else 0)
 
-    found = ranks(7, proc=proc)
+    found = priorities(7, proc=proc)
 
-    assert found == {Rank("/pod", False), Rank("/pod", True), Rank("/autogroup-1", False)}
+    assert found == {
+        CpuPriority("/pod", False),
+        CpuPriority("/pod", True),
+        CpuPriority("/autogroup-1", False),
+    }
 
 
-def test_a_process_that_is_not_shown_has_no_rank(tmp_path: Path) -> None:
+def test_a_process_that_is_not_shown_has_no_priority(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        ranks(7, proc=tmp_path)
+        priorities(7, proc=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("guest", "production", "below"),
     [
-        (Rank("/a", True), Rank("/a", False), True),
-        (Rank("/a", False), Rank("/a", False), False),
-        (Rank("/a", True), Rank("/a", True), False),
-        (Rank("/a", True), Rank("/b", False), False),
+        (CpuPriority("/a", True), CpuPriority("/a", False), True),
+        (CpuPriority("/a", False), CpuPriority("/a", False), False),
+        (CpuPriority("/a", True), CpuPriority("/a", True), False),
+        (CpuPriority("/a", True), CpuPriority("/b", False), False),
     ],
 )
 def test_the_idle_class_counts_within_one_group(
-    guest: Rank, production: Rank, below: bool, tmp_path: Path
+    guest: CpuPriority, production: CpuPriority, below: bool, tmp_path: Path
 ) -> None:
     assert is_below(guest, production, cgroups=tmp_path) is below

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from harvester.policy.harm_test import HORIZON_S, SUSPICION, BetWealth, MedianTest, TailTest
+from harvester.policy.harm_test import HORIZON_S, SUSPICION, BetWealth, MedianTest, ThresholdTest
 
 RUNS = 400
 
@@ -62,7 +62,7 @@ def test_a_rise_of_the_median_is_suspected_once() -> None:
 
 
 def test_more_requests_above_the_threshold_are_suspected() -> None:
-    test = TailTest()
+    test = ThresholdTest()
     for number in range(1000):
         above = float(number % 20 == 0)
         test.observe(requests=30, above=above, withheld=False, share=0.05, slice_s=6.0)
@@ -73,7 +73,7 @@ def test_more_requests_above_the_threshold_are_suspected() -> None:
 
 
 def test_lasting_harm_is_no_dispersion() -> None:
-    rng, test = random.Random(2), TailTest()
+    rng, test = random.Random(2), ThresholdTest()
 
     def serve(rate: float, slices: int) -> None:
         for _ in range(slices):

@@ -104,7 +104,7 @@ def test_another_turn_under_the_same_id_is_left_and_the_rest_requested_as_a_new_
     turn, at_gateway = opened(min_tokens=4)
     fold(at_gateway, chunk([1, 2], (0, 2, 1)))
     at_gateway.request()
-    with pytest.raises(Interrupted, match="does not begin with the tokens"):
+    with pytest.raises(Interrupted, match="does not begin with the client's tokens"):
         at_gateway.fold(chunk([1, 5], (0, 2, 2)), lambda: None)
     rest = at_gateway.request()
     assert (rest.request_id, rest.token_ids) == ("r.1", (*PROMPT, 1, 2))

@@ -9,7 +9,7 @@ from scheduler.gateway.policy.capacity import (
     CapacitySample,
     Demand,
     DropLease,
-    OfferedSlot,
+    LeasableSlot,
     ReleaseLease,
     RenewLease,
     SlotRefusal,
@@ -25,8 +25,8 @@ def _demand(queued: int = 10, running: int = 4, **more: Any) -> Demand:
     return Demand(queued=queued, running=running, **given)
 
 
-def _slot(name: str = "s", *, free: bool = True, idle_ratio: float | None = 0.5) -> OfferedSlot:
-    return OfferedSlot(slot=SlotId(name), agent="agent", free=free, idle_ratio=idle_ratio)
+def _slot(name: str = "s", *, free: bool = True, idle_ratio: float | None = 0.5) -> LeasableSlot:
+    return LeasableSlot(slot=SlotId(name), agent="agent", free=free, idle_ratio=idle_ratio)
 
 
 def _lease(name: str = "l", slot: str = "s", *, expires_s: float) -> Lease:
@@ -59,13 +59,13 @@ def test_leases_every_free_slot_when_turns_exceed_the_dedicated_places() -> None
 
 
 def test_leases_the_slot_that_will_surely_be_idle_before_the_one_that_was() -> None:
-    was_idle = OfferedSlot(
+    was_idle = LeasableSlot(
         slot=SlotId("a"), agent="agent", free=True, idle_ratio=0.9, forecast_ratio=0.1
     )
-    will_be = OfferedSlot(
+    will_be = LeasableSlot(
         slot=SlotId("b"), agent="agent", free=True, idle_ratio=0.2, forecast_ratio=0.7
     )
-    unknown = OfferedSlot(slot=SlotId("c"), agent="agent", free=True, idle_ratio=0.5)
+    unknown = LeasableSlot(slot=SlotId("c"), agent="agent", free=True, idle_ratio=0.5)
     sample = CapacitySample(demands=(_demand(),), slots=(was_idle, will_be, unknown))
     effects = _policy().observe(sample, now=0.0)
     assert [effect.slot for effect in effects] == ["b", "c", "a"]

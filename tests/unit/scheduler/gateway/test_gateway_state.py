@@ -41,7 +41,7 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
             epoch=Epoch(3),
             expires_s=1e9,
         )
-        state.hold(lease)
+        state.keep_lease(lease)
     state.end(LeaseId("l1"))
     state.close()
 

@@ -77,7 +77,7 @@ def test_takes_a_request_and_what_is_always_so() -> None:
         ({"sampling_params": {"stop_token_ids": [1 << 20]}}, "stop_token_ids"),
         ({"sampling_params": {"max_tokns": 2}}, "did you mean 'max_tokens'"),
         ({"sampling_params": {"n": True}}, r"sampling_params\.n"),
-        ({"max_tokens": 4}, "max_tokens: it belongs in sampling_params"),
+        ({"max_tokens": 4}, "max_tokens: send it in sampling_params"),
         ({"weight_versoin": {"exact": 3}}, "did you mean 'weight_version'"),
         ({"weight_version": {"exact": 3, "minimum": 5}}, "exact 3 is older than minimum 5"),
         ({"weight_version": {"exact_version": 3, "min_version": 5}}, "exact 3 is older"),

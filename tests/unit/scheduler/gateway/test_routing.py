@@ -15,12 +15,12 @@ from scheduler.gateway.policy.routing import (
 )
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
+    DeferTurn,
     DispatchReason,
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
     ForgetPrefix,
-    HoldTurn,
     QueueTurn,
     Refusal,
     RefuseTurn,
@@ -353,52 +353,52 @@ def test_waits_for_the_target_version_and_refuses_one_that_is_served_nowhere() -
         assert "job is at 1" in refused.reason
 
 
-def _held(policy: RoutingPolicy, name: str, **pins) -> None:
-    (held,) = policy.observe(_turn(name, **pins), now=0.0)
-    assert isinstance(held, HoldTurn)
-    assert policy.holds(name)
+def _deferred(policy: RoutingPolicy, name: str, **pins) -> None:
+    (deferred,) = policy.observe(_turn(name, **pins), now=0.0)
+    assert isinstance(deferred, DeferTurn)
+    assert policy.defers(name)
 
 
-def test_a_turn_pinned_to_a_version_to_come_is_held_until_an_engine_serves_it() -> None:
+def test_a_turn_pinned_to_a_version_to_come_is_deferred_until_an_engine_serves_it() -> None:
     policy = _policy(_offer("a"))
-    _held(policy, "exact", exact=2)
-    _held(policy, "minimum", minimum=2)
-    _held(policy, "later", minimum=3)
+    _deferred(policy, "exact", exact=2)
+    _deferred(policy, "minimum", minimum=2)
+    _deferred(policy, "later", minimum=3)
     policy.observe(EngineWithdrawn(engine=EngineId("a")), now=1.0)
     published = policy.observe(_target(2), now=1.0)
     assert published == (QueueTurn(turn="exact"), QueueTurn(turn="minimum"))
     served = policy.observe(_offer("a", version=2), now=2.0)
     assert {each.turn for each in served if isinstance(each, DispatchTurn)} == {"exact", "minimum"}
-    assert policy.holds("later")
+    assert policy.defers("later")
 
 
-def test_a_held_turn_is_refused_when_its_patience_ends_and_not_before() -> None:
+def test_a_deferred_turn_is_refused_when_its_patience_ends_and_not_before() -> None:
     policy = _policy(_offer("a"))
-    _held(policy, "1", minimum=2, pin_until_s=5.0)
+    _deferred(policy, "1", minimum=2, pin_until_s=5.0)
     assert policy.observe(TimePassed(), now=4.9) == ()
     (refused,) = policy.observe(TimePassed(), now=5.0)
     assert (refused.turn, refused.refusal) == ("1", Refusal.VERSION)
-    assert policy.held_turns_of(JOB) == 0
+    assert policy.deferred_turns_of(JOB) == 0
 
 
-def test_a_held_turn_whose_exact_version_is_passed_over_is_refused_at_once() -> None:
+def test_a_deferred_turn_whose_exact_version_is_passed_over_is_refused_at_once() -> None:
     policy = _policy(_offer("a"))
-    _held(policy, "1", exact=2)
+    _deferred(policy, "1", exact=2)
     (refused,) = policy.observe(_target(3), now=1.0)
     assert (refused.turn, refused.refusal) == ("1", Refusal.GONE)
 
 
-def test_held_turns_are_no_demand_and_put_no_turn_off_the_tail() -> None:
+def test_deferred_turns_are_no_demand_and_put_no_turn_off_the_tail() -> None:
     policy = _policy(_offer("d", concurrency=1), _offer("g", GUEST, concurrency=1))
-    _held(policy, "1", minimum=2)
+    _deferred(policy, "1", minimum=2)
     assert (policy.queued_turns, policy.queued_turns_of(JOB)) == (0, 0)
     (dispatched,) = policy.observe(_turn("2"), now=0.0)
     assert dispatched.reason is DispatchReason.TAIL
 
 
-def test_held_turns_fill_the_queues_bound_and_leave_it_with_their_client() -> None:
+def test_deferred_turns_fill_the_queues_bound_and_leave_it_with_their_client() -> None:
     policy = _policy(queue_turns=1)
-    _held(policy, "1", minimum=2)
+    _deferred(policy, "1", minimum=2)
     (refused,) = policy.observe(_turn("2"), now=0.0)
     assert refused.refusal is Refusal.FULL
     assert policy.observe(TurnWithdrawn(turn="1"), now=0.0) == ()
@@ -416,8 +416,8 @@ def test_a_turn_of_equal_numerics_goes_only_where_its_label_is() -> None:
 
 def test_numerics_that_no_engine_has_yet_are_waited_for() -> None:
     policy = _policy(_offer("a", numerics="x"))
-    _held(policy, "1", numerics="z", pin_until_s=5.0)
-    _held(policy, "2", numerics="z", pin_until_s=9.0)
+    _deferred(policy, "1", numerics="z", pin_until_s=5.0)
+    _deferred(policy, "2", numerics="z", pin_until_s=9.0)
     (refused,) = policy.observe(TimePassed(), now=5.0)
     assert (refused.turn, "known: 'x'" in refused.reason) == ("1", True)
     effects = policy.observe(_offer("b", numerics="z"), now=6.0)
@@ -580,7 +580,7 @@ class _Fleet:
     offered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     placed: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, TurnArrived] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
+    deferred: set[str] = field(default_factory=set)
     over: set[str] = field(default_factory=set)
 
 
@@ -603,15 +603,15 @@ class RoutingMachine(RuleBasedStateMachine):
         fleet = self.fleet
         for effect in self.policy.observe(event, now=self.now):
             match effect:
-                case HoldTurn():
+                case DeferTurn():
                     assert effect.turn in fleet.waiting
-                    fleet.held.add(effect.turn)
+                    fleet.deferred.add(effect.turn)
                 case QueueTurn():
                     assert effect.turn in fleet.waiting
-                    fleet.held.discard(effect.turn)
+                    fleet.deferred.discard(effect.turn)
                 case DispatchTurn():
                     turn = fleet.waiting.pop(effect.turn)
-                    assert effect.turn not in fleet.held
+                    assert effect.turn not in fleet.deferred
                     assert turn.numerics in ("", _LABELS[effect.engine])
                     assert effect.engine not in turn.avoid
                     version, concurrency, context = fleet.offered[effect.engine]
@@ -623,7 +623,7 @@ class RoutingMachine(RuleBasedStateMachine):
                     assert on_it <= concurrency
                 case RefuseTurn():
                     turn = fleet.waiting.pop(effect.turn)
-                    fleet.held.discard(effect.turn)
+                    fleet.deferred.discard(effect.turn)
                     assert effect.refusal is not Refusal.VERSION or self.now >= turn.pin_until_s
                     fleet.over.add(effect.turn)
 
@@ -704,7 +704,7 @@ class RoutingMachine(RuleBasedStateMachine):
     @rule()
     def wait(self) -> None:
         self._observe(TimePassed())
-        assert all(self.now < self.fleet.waiting[turn].pin_until_s for turn in self.fleet.held)
+        assert all(self.now < self.fleet.waiting[turn].pin_until_s for turn in self.fleet.deferred)
 
     @rule(tokens=st.sampled_from([None, 10, 20]))
     def limit(self, tokens) -> None:
@@ -722,13 +722,15 @@ class RoutingMachine(RuleBasedStateMachine):
         if waiting := sorted(self.fleet.waiting):
             turn = waiting[pick % len(waiting)]
             del self.fleet.waiting[turn]
-            self.fleet.held.discard(turn)
+            self.fleet.deferred.discard(turn)
             self._observe(TurnWithdrawn(turn=turn))
 
     @invariant()
     def every_turn_is_in_exactly_one_place(self) -> None:
-        assert self.policy.held_turns_of(JOB) == len(self.fleet.held)
-        assert self.policy.queued_turns + self.policy.held_turns_of(JOB) == len(self.fleet.waiting)
+        assert self.policy.deferred_turns_of(JOB) == len(self.fleet.deferred)
+        assert self.policy.queued_turns + self.policy.deferred_turns_of(JOB) == len(
+            self.fleet.waiting
+        )
         assert self.policy.open_turns == len(self.fleet.placed)
 
     @invariant()
@@ -880,16 +882,16 @@ def test_a_turn_does_not_wait_for_a_faster_engine_that_is_closed() -> None:
     assert _went(policy.observe(_turn("3"), now=0)) == {"3": "slow"}
 
 
-def test_held_turns_of_unlike_lengths_are_judged_each_by_its_own() -> None:
+def test_deferred_turns_of_unlike_lengths_are_judged_each_by_its_own() -> None:
     policy = _policy(_offer("a", context=10))
     pin = {"minimum": WeightVersion(9), "pin_until_s": 100.0}
     for name, tokens in (("long", 25), ("short", 15)):
-        (held,) = policy.observe(_turn(name, context_tokens=tokens, **pin), now=0)
-        assert isinstance(held, HoldTurn)
+        (deferred,) = policy.observe(_turn(name, context_tokens=tokens, **pin), now=0)
+        assert isinstance(deferred, DeferTurn)
     (refused,) = policy.observe(ContextLimited(tokens=20), now=1)
     assert isinstance(refused, RefuseTurn)
     assert refused.turn == "long"
-    assert (policy.held_turns_of(JOB), policy.queued_turns) == (1, 0)
+    assert (policy.deferred_turns_of(JOB), policy.queued_turns) == (1, 0)
 
 
 def _went(effects) -> dict[str, str]:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.policy.routing_events import TurnArrived
-from scheduler.gateway.policy.turn_queue import QueuedTurn, QueueRank, TurnQueue
+from scheduler.gateway.policy.turn_queue import QueuePriority, TurnQueue, WaitingTurn
 
 
 def turn(minimum: int) -> TurnArrived:
@@ -28,13 +28,13 @@ def lines(queue: TurnQueue) -> list[list[str]]:
 def test_least_versions_that_the_same_engines_have_are_one_line() -> None:
     queue = TurnQueue()
     for minimum in range(1, 12):
-        queue.add(QueuedTurn(turn(minimum), QueueRank.FRESH, float(minimum), None))
+        queue.add(WaitingTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
     queue.tell_apart([WeightVersion(8), WeightVersion(3), WeightVersion(8)])
     assert [len(line) for line in lines(queue)] == [3, 5, 3]
-    firsts = [each.turn.turn for each in queue.oldest_first(QueueRank.FRESH)]
+    firsts = [each.turn.turn for each in queue.oldest_first(QueuePriority.FRESH)]
     assert firsts == ["t1", "t4", "t9"]
     queue.tell_apart([WeightVersion(20)])
-    assert [each.turn.turn for each in queue.oldest_first(QueueRank.FRESH)] == ["t1"]
+    assert [each.turn.turn for each in queue.oldest_first(QueuePriority.FRESH)] == ["t1"]
     assert all(queue.has_line(one) for one in (turn(1), turn(20)))
     assert not queue.has_line(turn(21))
 
@@ -43,10 +43,10 @@ def test_a_line_keeps_the_order_of_arrival_when_versions_change() -> None:
     queue = TurnQueue()
     queue.tell_apart([WeightVersion(5)])
     for minimum in (9, 2, 7):
-        queue.add(QueuedTurn(turn(minimum), QueueRank.FRESH, float(minimum), None))
+        queue.add(WaitingTurn(turn(minimum), QueuePriority.FRESH, float(minimum), None))
     queue.tell_apart([WeightVersion(9)])
     left = []
-    for first in queue.oldest_first(QueueRank.FRESH):
+    for first in queue.oldest_first(QueuePriority.FRESH):
         left.append(first.since_s)
         queue.remove(first.turn.turn)
     assert len(left) == 3

@@ -43,8 +43,8 @@ from weightsync.elements import hash_kernels as kernels
 
 kinds = {"tiles": "*i64", "rows": "*i64", "secret": "*u64", "sums": "*u64", "states": "*u64"}
 for kernel, constant, warps in (
-    (kernels.sum_blocks, {"BLOCKS": kernels.BLOCKS_AT_ONCE}, 4),
-    (kernels.chain_blocks, {"STEP": kernels.STEP_BLOCKS}, 1),
+    (kernels.sum_stripes, {"BLOCKS": kernels.BLOCKS_AT_ONCE}, 4),
+    (kernels.chain_sums, {"STEP": kernels.STEP_BLOCKS}, 1),
 ):
     signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
     # Memory of torch's, as a launch tells the compiler.
@@ -184,7 +184,7 @@ def test_a_tensor_with_gaps_is_refused() -> None:
     ],
 )
 def test_chains_advance_alike(left: list[int], blocks: int, shares: list[int]) -> None:
-    assert device_hash.next_blocks(np.array(left), blocks).tolist() == shares
+    assert device_hash.next_shares(np.array(left), blocks).tolist() == shares
 
 
 @needs_triton

@@ -72,7 +72,7 @@ def test_the_configuration_of_every_version_is_checked(store: Path, version: Wei
     assert read() == CONFIG
     path = store / ref.directory / "adapter_config.json"
     path.write_bytes(path.read_bytes().replace(b"8", b"9"))
-    with pytest.raises(Corrupt, match="not what was published"):
+    with pytest.raises(Corrupt, match="differs from the published"):
         read()
     path.unlink()
     with pytest.raises(Corrupt, match=r"has no adapter_config\.json"):
@@ -144,7 +144,7 @@ def test_an_adapter_store_takes_no_state_without_an_adapter_and_no_base_without_
     ):
         publisher.publish({"w": torch.ones(4)})
     unknown = Base(store="job-a", version=WeightVersion(8), state_hash="zz")
-    with pytest.raises(ConfigError, match="base state hash 'zz': 32 hex digits"):
+    with pytest.raises(ConfigError, match="base state hash 'zz': use 32 hex digits"):
         Publisher(tmp_path, adapter=Adapter(unknown, CONFIG))
 
 

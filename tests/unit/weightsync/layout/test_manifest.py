@@ -13,8 +13,8 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import (
     AdapterRecord,
-    Block,
     FileRecord,
+    IndexSection,
     Manifest,
     decoded_manifest,
     encoded_manifest,
@@ -48,7 +48,7 @@ def test_written_bytes_are_read_back() -> None:
         delta_encoding=Encoding.ROSEMUX,
         checksum_format="xxh3-128",
         weight_map={"w": "a.safetensors", "v": "a.safetensors"},
-        block=Block(
+        section=IndexSection(
             format=1,
             state_hash="ab",
             bytes_dense=12,
@@ -76,9 +76,9 @@ def _of_many(*, delta: bool, slices: bool) -> Manifest:
         delta_encoding=Encoding.ROSEMUX if delta else None,
         checksum_format="xxh3-128",
         weight_map=dict.fromkeys(records, "a.safetensors"),
-        block=Block(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)})
+        section=IndexSection(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)})
         if not slices
-        else Block(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)}, {}, records),
+        else IndexSection(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)}, {}, records),
     )
 
 
@@ -115,7 +115,7 @@ def test_an_index_says_nothing_of_slices_and_adapters_that_are_not_there() -> No
         delta_encoding=Encoding.ROSEMUX,
         checksum_format="xxh3-128",
         weight_map={"w": "a.safetensors"},
-        block=Block(
+        section=IndexSection(
             format=1,
             state_hash="ab",
             bytes_dense=12,
@@ -158,7 +158,7 @@ def test_slices_and_an_adapter_s_base_are_read_back() -> None:
         delta_encoding=None,
         checksum_format="xxh3-128",
         weight_map={"w[0:1, :]": "a.safetensors"},
-        block=Block(
+        section=IndexSection(
             format=1,
             state_hash="ab",
             bytes_dense=12,
@@ -174,7 +174,7 @@ def test_slices_and_an_adapter_s_base_are_read_back() -> None:
 
 def test_an_index_of_another_system_is_read() -> None:
     read = decoded_manifest(_raw(_metadata(version=7, base_version=6)), expected=SEVEN)
-    assert read.block is None
+    assert read.section is None
     assert read.encoding_of("w") is Encoding.XOR
     assert not read.is_full
 
@@ -205,8 +205,8 @@ def test_contradictions_are_corrupt(changes: dict[str, Any]) -> None:
 
 
 def test_an_unknown_compression_or_format_is_unsupported() -> None:
-    block = {"format": 2, "state_hash": "", "bytes_dense": 0, "files": {}}
-    for raw in (_raw(_metadata(compression_format="lz4")), _raw(_metadata(), rosemux=block)):
+    section = {"format": 2, "state_hash": "", "bytes_dense": 0, "files": {}}
+    for raw in (_raw(_metadata(compression_format="lz4")), _raw(_metadata(), rosemux=section)):
         with pytest.raises(Unsupported):
             decoded_manifest(raw, expected=SEVEN)
 

@@ -8,7 +8,7 @@ import pytest
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.manifest import Block, Manifest
+from weightsync.layout.manifest import IndexSection, Manifest
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.receive.plan import MAX_CHAIN, PullPlan, Step, likely_refs, plans
 
@@ -31,7 +31,7 @@ class FakeStore:
             delta_encoding=None if full else Encoding.ROSEMUX,
             checksum_format="xxh3-128",
             weight_map={},
-            block=Block(1, "", 0, {}) if is_ours else None,
+            section=IndexSection(1, "", 0, {}) if is_ours else None,
         )
         self.steps[ref] = Step(ref, manifest, size_bytes)
 

@@ -21,10 +21,10 @@ def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: P
     for version, kind in ((1, "full"), (2, "rosemux on 000001")):
         raw = (tmp_path / f"weight_v{version:06d}" / names.INDEX_FILE).read_bytes()
         manifest = decoded_manifest(raw, expected=WeightVersion(version))
-        assert manifest.block is not None
+        assert manifest.section is not None
         found = published_files(raw)
         assert {name: (file.size_bytes, file.xxh3_128) for name, file in found.items()} == {
-            name: (record.bytes, record.xxh3_128) for name, record in manifest.block.files.items()
+            name: (record.bytes, record.xxh3_128) for name, record in manifest.section.files.items()
         }
         assert summary_line(raw).startswith(f"{kind}, 1 tensors")
 
@@ -39,14 +39,14 @@ def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
 
 def test_fields_of_a_newer_index_are_passed_over() -> None:
     record = {"bytes": 7, "xxh3_128": "0" * 32, "later": [1]}
-    block = {"format": 2, "state_hash": "", "bytes_dense": 7, "files": {"a": record}, "later": 1}
-    index = {"metadata": {"version": 1}, "weight_map": {"w": "a"}, "rosemux": block, "later": {}}
+    section = {"format": 2, "state_hash": "", "bytes_dense": 7, "files": {"a": record}, "later": 1}
+    index = {"metadata": {"version": 1}, "weight_map": {"w": "a"}, "rosemux": section, "later": {}}
     assert published_files(msgspec.json.encode(index))["a"].key == f"{'0' * 32}-7"
 
 
 def with_file(record: str) -> bytes:
-    block = f'{{"format": 1, "state_hash": "", "bytes_dense": 1, "files": {{"a": {record}}}}}'
-    return f'{{"metadata": {{"version": 1}}, "weight_map": {{}}, "rosemux": {block}}}'.encode()
+    section = f'{{"format": 1, "state_hash": "", "bytes_dense": 1, "files": {{"a": {record}}}}}'
+    return f'{{"metadata": {{"version": 1}}, "weight_map": {{}}, "rosemux": {section}}}'.encode()
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_an_adapter_of_a_newer_base_moves_the_base(
 def test_a_base_does_not_move_under_an_adapter(engine: Engine, states: tuple[State, ...]) -> None:
     engine.adapter("lora", 1)
     before = engine.weights.report()
-    with pytest.raises(ConfigError, match="is not what adapter policy works on"):
+    with pytest.raises(ConfigError, match="is not the base of adapter policy"):
         engine.base(4)
     assert engine.model.holds(states[2])
     assert engine.weights.report() == before
@@ -246,7 +246,7 @@ def test_broken_files_are_refused_and_what_was_in_force_stays(engine: Engine, fi
     engine.adapter("lora", 1)
     engine.publishes("again", 3, 5)
     broken(engine.root / "again" / "weight_v000001" / file)
-    with pytest.raises(Corrupt, match=r"is not what was published|digest is not"):
+    with pytest.raises(Corrupt, match=r"differs from the published|digest is not"):
         engine.adapter("again", 1)
     assert engine.slots.holds("policy", lora(1))
     assert engine.weights.is_loaded

@@ -79,7 +79,7 @@ def test_another_base_is_found(
     staged = Receiver(store).prepare(done[1].version, done[2].version)
     trial = tried(staged, target, pool)
     model.held[name][0, 0] += 1
-    with pytest.raises(Corrupt, match=f"{name} is not what was published"):
+    with pytest.raises(Corrupt, match=f"{name} differs from the published"):
         applied_in_place(staged, trial, target, pool, VirtualClock())
 
 
@@ -143,7 +143,7 @@ def test_another_base_on_a_device_is_found(
     trial = tried(staged, hashing_target, pool)
     no_reads()
     model.held["embed.weight"][0, 0] += 1
-    with pytest.raises(Corrupt, match=r"embed\.weight is not what was published"):
+    with pytest.raises(Corrupt, match=r"embed\.weight differs from the published"):
         applied_in_place(staged, trial, hashing_target, pool, VirtualClock())
 
 

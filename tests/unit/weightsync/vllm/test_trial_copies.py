@@ -91,7 +91,7 @@ def test_a_base_that_is_not_what_the_delta_builds_on_is_found_before_anything_is
     before = model.held["layer.bias"].clone()
     before[0] += 1
     model.held["layer.bias"].data.copy_(before)
-    with pytest.raises(Corrupt, match="version 4 on top of what this engine holds"):
+    with pytest.raises(Corrupt, match="version 4 on top of this engine's weights"):
         tried_on_copies(target, staged, {}, packed, pool, budget_bytes=PLENTY)
     assert torch.equal(model.held["layer.bias"], before)
 

@@ -364,9 +364,9 @@ async def test_no_token_goes_to_a_guest_that_an_agent_offers_by_plain_http(tmp_p
 class FullState(SchedulerState):
     full = False
 
-    def hold(self, lease: Lease) -> None:
+    def keep_lease(self, lease: Lease) -> None:
         self._fails()
-        super().hold(lease)
+        super().keep_lease(lease)
 
     def end(self, lease: LeaseId) -> None:
         self._fails()
@@ -488,7 +488,7 @@ async def test_an_ended_lease_that_a_restart_finds_takes_no_guest_from_its_succe
     first = Stage(state=state)
     await first.looks()
     live = next(iter(first.harvest.leases.values()))
-    state.hold(msgspec.structs.replace(live, lease=LeaseId(old)))
+    state.keep_lease(msgspec.structs.replace(live, lease=LeaseId(old)))
     second = Stage(state=state)
     second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
     await second.harvest._adopt()

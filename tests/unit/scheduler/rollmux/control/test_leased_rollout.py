@@ -23,15 +23,15 @@ from scheduler.rollmux.permits.events import (
     Leave,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
-from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
+from scheduler.rollmux.permits.leased_tail import GONE_S, EnginePermissions, TailEnd
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, nodes, terms
 
 LONG_S = 20.0
-BOTH = Switches(dedicated=True, harvesting=True)
-LEASES_ALONE = Switches(dedicated=False, harvesting=True)
-NEITHER = Switches(dedicated=False, harvesting=False)
+BOTH = EnginePermissions(dedicated=True, harvesting=True)
+LEASES_ALONE = EnginePermissions(dedicated=False, harvesting=True)
+NEITHER = EnginePermissions(dedicated=False, harvesting=False)
 
 
 class FakeGateway:
@@ -42,7 +42,7 @@ class FakeGateway:
         self.active = JobId("a")
         self.jobs = jobs
         self.fault: Exception | None = None
-        self.told: list[Switches] = []
+        self.told: list[EnginePermissions] = []
         self.activated = 0
         self.tokens = {"dedicated": 1000, "guest": 100}
         self.job = JobId("")
@@ -72,7 +72,7 @@ class FakeGateway:
         self.activated += 1
         self.active = self.job
 
-    def switch(self, switches: Switches, *, for_s: float) -> None:
+    def switch(self, switches: EnginePermissions, *, for_s: float) -> None:
         self._fail()
         with self.changed:
             if switches != self.now:
@@ -80,10 +80,10 @@ class FakeGateway:
             self.changed.notify_all()
 
     @property
-    def now(self) -> Switches | None:
+    def now(self) -> EnginePermissions | None:
         return self.told[-1] if self.told else None
 
-    def until(self, switches: Switches) -> None:
+    def until(self, switches: EnginePermissions) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.now == switches, timeout=LONG_S)
 

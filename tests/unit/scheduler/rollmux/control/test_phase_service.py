@@ -16,7 +16,7 @@ from scheduler.rollmux.control.wire import (
     CallRefused,
     Ended,
     Granted,
-    PermitState,
+    PermitSnapshot,
     Waiting,
 )
 from scheduler.rollmux.permits.events import (
@@ -198,10 +198,10 @@ def test_orders_hold_all_that_the_holder_must_know() -> None:
     _enter(service, "b")
     beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
     asked = service.beat(beat)
-    assert isinstance(asked, PermitState)
+    assert isinstance(asked, PermitSnapshot)
     assert (asked.stage, asked.keep) == (PermitStage.NARROWING, nodes("r0"))
     done = service.beat(Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.6, narrowed=True))
-    assert isinstance(done, PermitState)
+    assert isinstance(done, PermitSnapshot)
     assert done.nodes == nodes("r0")
     assert isinstance(_enter(service, "b"), Granted)
 
@@ -215,7 +215,7 @@ def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: P
     first.close()
     clock.advance_to(100.0)
     second = _service(clock, path)
-    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
+    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitSnapshot)
     assert _enter(second, "b") == Waiting(ahead=1)
     second.leave(Leave(job=JobId("a"), epoch=Epoch(1)))
     granted = _enter(second, "b")
@@ -244,7 +244,7 @@ def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
     service.tick()
     clock.advance_to(60.0)
     service.tick()
-    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
+    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitSnapshot)
     _pass_time(service, clock, 11.0)
     assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
 
@@ -294,7 +294,9 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     monkeypatch.setattr(ControlState, "keep", keep)
     assert isinstance(_enter(service, "a"), Granted)
     service.close()
-    assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
+    assert isinstance(
+        _service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitSnapshot
+    )
 
 
 def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
@@ -316,7 +318,7 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
         with pytest.raises(Exhausted):
             service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
         _pass_time(service, clock, 5.0)
-        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), PermitState)
+        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), PermitSnapshot)
         assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
     assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
     assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
@@ -326,7 +328,7 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
     monkeypatch.setattr(ControlState, "keep", keep)
     service.tick()
     asked = service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
-    assert isinstance(asked, PermitState)
+    assert isinstance(asked, PermitSnapshot)
     assert asked.stage is PermitStage.NARROWING
 
 

@@ -17,7 +17,7 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import (
     Leave,
 )
-from scheduler.rollmux.permits.leased_tail import Switches
+from scheduler.rollmux.permits.leased_tail import EnginePermissions
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
@@ -64,7 +64,9 @@ def test_a_rollout_leases_only_where_the_control_allows_it(allowed: bool) -> Non
     with EmbeddedControl(cluster=cluster(harvesting=allowed)) as control:
         phases = PhaseClient(control, submission("a"), harvesting=gateway)
         phases.end(phases.begin(ROLLOUT))
-    assert gateway.told[0] == (BOTH if allowed else Switches(dedicated=True, harvesting=False))
+    assert gateway.told[0] == (
+        BOTH if allowed else EnginePermissions(dedicated=True, harvesting=False)
+    )
 
 
 def test_the_planner_learns_what_a_rollout_would_have_taken_without_leases() -> None:

@@ -21,7 +21,7 @@ from scheduler.rollmux.control.wire import (
     CallRefused,
     Ended,
     Granted,
-    PermitState,
+    PermitSnapshot,
     Placed,
     Waiting,
 )
@@ -316,7 +316,7 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     assert isinstance(control.service.call(beat), Ended)
     a = control.service.policy.permit(JobId("a"))
     assert a is not None
-    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=a.epoch)), PermitState)
+    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=a.epoch)), PermitSnapshot)
     control.leave("a")
     hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t1")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from scheduler.rollmux.permits.completion import LEVELS, SEEN_MIN, CompletionCurve, Course, tail_of
+from scheduler.rollmux.permits.completion import RATIOS, SEEN_MIN, CompletionCurve, Course, tail_of
 from scheduler.rollmux.permits.events import ControlResumed, NarrowPhase
 from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import PhaseTerms, terms_fault
@@ -69,7 +69,7 @@ def test_without_progress_nothing_is_learned_and_beats_may_say_anything() -> Non
     assert _learned(lasted_s=100.0).seen == 0
     odd = _course((5.0, 0.5), (4.0, 0.9), (6.0, 0.2), (7.0, float("nan")), (8.0, 7.0))
     assert odd.ratio == 1.0
-    assert len(odd.passed_s) == len(LEVELS)
+    assert len(odd.passed_s) == len(RATIOS)
     assert list(odd.passed_s) == sorted(odd.passed_s)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Completion, JobSpec
-from scheduler.rollmux.beliefs.slo import NEEDS_DEDICATED_NODES, RESERVE_ITERATIONS, SloAccount
+from scheduler.rollmux.beliefs.slo import NEEDS_DEDICATED_NODES, RESERVE_ITERATIONS, SloProgress
 from scheduler.rollmux.beliefs.tail import UNDIVIDED
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
@@ -25,9 +25,9 @@ TIGHT = planned_job("tight", 400, 150, slo=1.15)
 EASY = planned_job("easy", 380, 120, slo=1.9)
 
 
-def _with_credit(credit_s: float, *, slo: float, solo_s: float = DAY_S) -> SloAccount:
+def _with_credit(credit_s: float, *, slo: float, solo_s: float = DAY_S) -> SloProgress:
     """An account at time 0."""
-    return SloAccount(slo=slo, began_s=credit_s - slo * solo_s, solo_s=solo_s)
+    return SloProgress(slo=slo, began_s=credit_s - slo * solo_s, solo_s=solo_s)
 
 
 def test_credit_at_the_reserve_leaves_the_slo_as_it_was_promised() -> None:

@@ -19,19 +19,19 @@ def _placement(job: JobId, rollout: NodeId) -> Placement:
 
 def test_a_job_is_where_it_was_last_held_and_nowhere_else() -> None:
     ledger = Residency(HOST_BYTES)
-    ledger.hold(A, (R0, T0, T0), 300)
+    ledger.keep(A, (R0, T0, T0), 300)
     assert (ledger.nodes_of(A), ledger.jobs_on(T0)) == ((R0, T0), (A,))
     assert ledger.free_bytes(T0, Pool.TRAINING) == 200
-    ledger.hold(A, (R1,), 300)
+    ledger.keep(A, (R1,), 300)
     assert (ledger.nodes_of(A), ledger.jobs_on(T0)) == ((R1,), ())
     assert ledger.free_bytes(T0, Pool.TRAINING) == 500
-    ledger.hold(A, (), 0)
+    ledger.keep(A, (), 0)
     assert ledger.nodes_of(A) == ()
 
 
 def test_a_placement_has_room_where_every_node_has_or_the_job_is_there_already() -> None:
     ledger = Residency(HOST_BYTES)
-    ledger.hold(A, (R0, T0), 300)
+    ledger.keep(A, (R0, T0), 300)
     assert not ledger.has_room(_placement(B, R0), 300)
     assert ledger.has_room(_placement(B, R0), 200)
     assert ledger.has_room(_placement(A, R1), 300)
@@ -40,7 +40,7 @@ def test_a_placement_has_room_where_every_node_has_or_the_job_is_there_already()
 
 def test_a_lost_node_s_jobs_are_to_be_on_the_fresh_one() -> None:
     ledger = Residency(HOST_BYTES)
-    ledger.hold(A, (R0, T0), 300)
+    ledger.keep(A, (R0, T0), 300)
     ledger.replace(R0, R1)
     assert ledger.nodes_of(A) == (R1, T0)
     assert (ledger.jobs_on(R0), ledger.jobs_on(R1)) == ((), (A,))

@@ -12,12 +12,12 @@ from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import SlotOffer
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.policy.budget_ledger import ServiceBudget
+from scheduler.gateway.policy.budget_ledger import SharedBudget
 
 _log = logging.getLogger(__name__)
 
 
-class ServiceBudgets:
+class BudgetAllotments:
     def __init__(self, state: SchedulerState, clock: Clock) -> None:
         self._state = state
         self._clock = clock
@@ -52,7 +52,7 @@ class ServiceBudgets:
         report = offer.budget
         return report is not None and self._ledger.budget(report.service, now=self._now()).exhausted
 
-    def all(self) -> list[ServiceBudget]:
+    def all(self) -> list[SharedBudget]:
         return self._ledger.budgets(now=self._now())
 
     def _keep(self, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Forecasts that ours is compared with: a level, and the quantiles of what outcomes were above it.
+"""Forecasts that ours is compared with: a recent mean, and quantiles of outcomes less this mean.
 
 Each gets what makes a fair opponent: the exact quantiles of its own last 1,000 residuals, clipped
 to what is possible, at the same times as ours, and of outcomes that have passed.
@@ -18,10 +18,10 @@ _LEAST_OUTCOMES = 10
 _PER_HORIZON = 5
 
 
-class LevelForecaster:
-    def __init__(self, level: Callable[[float], "RecentMean"]) -> None:
-        """`level` makes the level of a horizon."""
-        self._parts = [_Part(horizon_s, level(horizon_s)) for horizon_s in HORIZONS_S]
+class MeanForecaster:
+    def __init__(self, mean: Callable[[float], "RecentMean"]) -> None:
+        """`mean` makes the mean of a horizon."""
+        self._parts = [_Part(horizon_s, mean(horizon_s)) for horizon_s in HORIZONS_S]
 
     def observe(
         self,
@@ -69,9 +69,9 @@ class LastWindow(RecentMean):
 
 
 class _Part:
-    def __init__(self, horizon_s: float, level: RecentMean) -> None:
+    def __init__(self, horizon_s: float, mean: RecentMean) -> None:
         self._horizon_s = horizon_s
-        self._level = level
+        self._mean = mean
         self._idle_s = 0.0
         self._begun_s: float | None = None
         self._waiting: deque[tuple[float, float, float]] = deque()
@@ -79,25 +79,25 @@ class _Part:
         self._latest: deque[float] = deque()
 
     def observe(self, idle: float, *, now: float) -> None:
-        self._level.add(idle)
+        self._mean.add(idle)
         self._idle_s += idle
         if self._begun_s is None:
             self._begun_s = now - 1.0
         while self._waiting and now - self._waiting[0][0] >= self._horizon_s:
-            _, before_s, level = self._waiting.popleft()
-            self._learn((self._idle_s - before_s) / self._horizon_s - level)
+            _, before_s, mean = self._waiting.popleft()
+            self._learn((self._idle_s - before_s) / self._horizon_s - mean)
         due_s = self._begun_s + self._horizon_s
         if self._waiting:
             due_s = self._waiting[-1][0] + self._horizon_s / _PER_HORIZON
         if now >= due_s:
-            self._waiting.append((now, self._idle_s, self._level.value))
+            self._waiting.append((now, self._idle_s, self._mean.value))
 
     def forecast(self) -> IdleForecast | None:
         count = len(self._sorted)
         if count < _LEAST_OUTCOMES:
             return None
         low, median, high = (
-            min(1.0, max(0.0, self._level.value + self._sorted[min(count - 1, int(place * count))]))
+            min(1.0, max(0.0, self._mean.value + self._sorted[min(count - 1, int(place * count))]))
             for place in QUANTILES
         )
         return IdleForecast(

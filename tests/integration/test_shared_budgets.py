@@ -27,7 +27,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
 from scheduler.gateway.capacity.harvested_slots import Harvest
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.policy.budget_ledger import ServiceBudget
+from scheduler.gateway.policy.budget_ledger import SharedBudget
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 
 SAMPLES = 32
@@ -193,7 +193,7 @@ class Fleet:
         await self._servers.pop(name).close()
 
     @property
-    def chat(self) -> ServiceBudget:
+    def chat(self) -> SharedBudget:
         (found,) = self.harvest.budgets.all()
         return found
 

@@ -1,7 +1,7 @@
 """Chooses the replayed parts of a trace, their speed and their token scale.
 
-The windows chosen are those most like their trace, so that no round is measured on a lull or on the
-one great burst. Small models get smaller requests; the order, the bursts and the tails stay. Pure.
+The excerpts chosen are those most like their trace, so that no round is measured on a lull or on
+the one great burst. Small models get smaller requests; order, bursts and tails stay. Pure.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from benchmarks.testbed.trace import Arrival, Trace
 from harvester.contracts.errors import ConfigError
 
 _PLACES = 256
-"""Windows compared per trace, evenly spaced; ten requests a window can fall between two."""
+"""Excerpts compared per trace, evenly spaced; ten requests an excerpt can fall between two."""
 _BINS = 20
-"""Time bins per window in which burstiness is measured."""
+"""Time bins per excerpt in which burstiness is measured."""
 _BURSTINESS_WEIGHT = 0.25
 """Weight of burstiness against the rate: load decides the amount to harvest, bursts the
 difficulty."""
@@ -46,14 +46,14 @@ class TokenScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Excerpt:
     """A stretch of a trace. `speed` is how many trace seconds pass in one second of replay."""
 
     trace: str
     arrivals: tuple[Arrival, ...]
     duration_s: float
     start_s: float
-    """Start of the window, in the trace's own seconds."""
+    """Start of the excerpt, in the trace's own seconds."""
     speed: float = 1.0
 
     @property
@@ -77,8 +77,8 @@ class Window:
         """Arrivals in the first `seconds`, over as many laps as needed."""
         return tuple(itertools.takewhile(lambda arrival: arrival.t_s < seconds, self.endless()))
 
-    def scaled(self, *, rate: float) -> "Window":
-        """The same requests at `rate` per second: time is stretched, the window with it."""
+    def scaled(self, *, rate: float) -> "Excerpt":
+        """The same requests at `rate` per second: time is stretched, the excerpt with it."""
         factor = self.rate / rate
         return replace(
             self,
@@ -87,7 +87,7 @@ class Window:
             speed=self.speed / factor,
         )
 
-    def evenly(self) -> "Window":
+    def evenly(self) -> "Excerpt":
         """The same requests at equal distances, so that each is served for itself."""
         return replace(
             self,
@@ -97,7 +97,7 @@ class Window:
             ),
         )
 
-    def sized(self, scale: TokenScale) -> "Window":
+    def sized(self, scale: TokenScale) -> "Excerpt":
         """The same moments, with token counts scaled and then clipped."""
         return replace(
             self,
@@ -116,30 +116,30 @@ class Window:
         )
 
 
-def window_of(trace: Trace, *, duration_s: float, rate: float) -> Window:
-    """The window that lasts `duration_s` when the whole trace is replayed at `rate` per second.
+def excerpt_of(trace: Trace, *, duration_s: float, rate: float) -> Excerpt:
+    """The excerpt that lasts `duration_s` when the whole trace is replayed at `rate` per second.
 
-    Its own rate is as near to `rate` as the trace has a window; a trace too short begins again.
-    Raises ConfigError where the trace has no such window with a request in it.
+    Its own rate is as near to `rate` as the trace has an excerpt; a trace too short begins again.
+    Raises ConfigError where the trace has no such excerpt with a request in it.
     """
-    return windows_of(trace, count=1, duration_s=duration_s, rate=rate)[0]
+    return excerpts_of(trace, count=1, duration_s=duration_s, rate=rate)[0]
 
 
-def mean_rate(windows: Sequence[Window]) -> float:
-    """Requests per second over windows of equal length."""
-    return fmean(window.rate for window in windows)
+def mean_rate(excerpts: Sequence[Excerpt]) -> float:
+    """Requests per second over excerpts of equal length."""
+    return fmean(excerpt.rate for excerpt in excerpts)
 
 
-def windows_of(trace: Trace, *, count: int, duration_s: float, rate: float) -> tuple[Window, ...]:
-    """`count` disjoint windows, each chosen as by `window_of`, in the trace's order.
+def excerpts_of(trace: Trace, *, count: int, duration_s: float, rate: float) -> tuple[Excerpt, ...]:
+    """`count` disjoint excerpts, each chosen as by `excerpt_of`, in the trace's order.
 
     If the trace has fewer disjoint ones, the best are repeated.
     """
     speed = rate / trace.rate
     length_s = duration_s * speed
     times, rows = _long_enough(trace, length_s, count=count)
-    windows = tuple(
-        Window(
+    excerpts = tuple(
+        Excerpt(
             trace=trace.name,
             arrivals=_arrivals(trace, times, rows, start_s=start_s, length_s=length_s, speed=speed),
             duration_s=duration_s,
@@ -148,9 +148,9 @@ def windows_of(trace: Trace, *, count: int, duration_s: float, rate: float) -> t
         )
         for start_s in _most_typical(times, length_s=length_s, rate=trace.rate, count=count)
     )
-    if not windows:
+    if not excerpts:
         raise ConfigError(f"trace {trace.name}: no request in any {length_s:g} s of it")
-    return windows
+    return excerpts
 
 
 def _arrivals(
@@ -179,7 +179,7 @@ def _arrivals(
 def _long_enough(
     trace: Trace, length_s: float, *, count: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times and row numbers of the trace, repeated until `count` windows fit into it."""
+    """Times and row numbers of the trace, repeated until `count` excerpts fit into it."""
     expected = count * length_s * trace.rate
     if expected > ARRIVALS_MAX:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _long_enough(
 def _most_typical(
     times: NDArray[np.float64], *, length_s: float, rate: float, count: int
 ) -> list[float]:
-    """Starts of the windows nearest to the whole in rate and in variance over mean of their bins.
+    """Starts of the excerpts nearest to the whole in rate and in variance over mean of their bins.
 
     Distances are of logarithms, so that half and double weigh the same; the earlier wins a tie.
     """
@@ -230,9 +230,9 @@ def _dispersion(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_ratio(
-    value: NDArray[np.float64], wanted: float | NDArray[np.float64]
+    value: NDArray[np.float64], target: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    return np.asarray(np.abs(np.log((value + 1e-3) / (np.asarray(wanted) + 1e-3))))
+    return np.asarray(np.abs(np.log((value + 1e-3) / (np.asarray(target) + 1e-3))))
 
 
 def _clipped(tokens: float, least: int, most: int) -> int:

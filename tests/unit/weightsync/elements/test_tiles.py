@@ -1,4 +1,4 @@
-"""Loops that go over tensors in blocks: exact at every edge of one, and where density changes."""
+"""Loops that go over tensors in tiles: exact at every edge of one, and where density changes."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.elements import kernels
-from weightsync.elements.bits import BLOCK_BYTES, Bits, TensorSpec
+from weightsync.elements.bits import TILE_BYTES, Bits, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
 from weightsync.encoding.delta import checked_apply
 
 NAMES = {np.uint8: "U8", np.uint16: "BF16", np.uint32: "F32", np.uint64: "I64"}
-APPLIED_BLOCK_BYTES = 16 << 10
+APPLIED_TILE_BYTES = 16 << 10
 DENSITIES = [0.0, 0.0005, 0.02, 0.3, 1.0]
 # The first call of a kernel compiles it: no deadlines here.
 
@@ -30,12 +30,12 @@ def _moved(random: np.random.Generator, part: Bits, density: float, far_share: f
 
 @st.composite
 def _steps(draw: st.DrawFn) -> tuple[Bits, Bits]:
-    """A tensor that ends around the edge of a block, with stretches of different density."""
+    """A tensor that ends around the edge of a tile, with stretches of different density."""
     dtype: Any = draw(st.sampled_from(list(NAMES)))
-    block = draw(st.sampled_from([APPLIED_BLOCK_BYTES, 2 * APPLIED_BLOCK_BYTES, BLOCK_BYTES]))
+    tile = draw(st.sampled_from([APPLIED_TILE_BYTES, 2 * APPLIED_TILE_BYTES, TILE_BYTES]))
     beyond = draw(st.sampled_from([-65, -64, -1, 0, 1, 63, 64, 513]))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    size = block // np.dtype(dtype).itemsize + beyond
+    size = tile // np.dtype(dtype).itemsize + beyond
     old = random.integers(0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True)
     new = old.copy()
     far_share = draw(st.sampled_from([0.0, 0.2, 1.0]))
@@ -46,7 +46,7 @@ def _steps(draw: st.DrawFn) -> tuple[Bits, Bits]:
 
 @given(_steps())
 @settings(deadline=None, max_examples=60)
-def test_a_step_is_restored_whatever_its_blocks_hold(pair: tuple[Bits, Bits]) -> None:
+def test_a_step_is_restored_whatever_its_tiles_hold(pair: tuple[Bits, Bits]) -> None:
     old, new = pair
     spec = TensorSpec(NAMES[old.dtype.type], (old.size,))
     chosen, sparse = encode(old, new), encode_as(Encoding.ROSEMUX, old, new)
