@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -76,7 +76,7 @@ def main() -> None:
     report("pulse", lambda: measured(given), given.json, engines=False)
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
+def measured(given: argparse.Namespace, bench: "type[Bench] | None" = None) -> dict[str, Any]:
     hardware = find_hardware(given.hardware)
     hardware.check()
     trace = trace_of(given.trace, seed=given.seed)
@@ -86,7 +86,8 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         Processes(paths.logs) as processes,
     ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-        return asyncio.run(Bench(parts, trace, given.rounds, given.seed, hardware).run())
+        made = (bench or Bench)(parts, trace, given.rounds, given.seed, hardware)
+        return asyncio.run(made.run())
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Bench:
     rounds: int
     seed: int
     hardware: Hardware = field(default_factory=CpuHardware)
+    arms: Sequence[Arm] = ARMS
     clock: MonotonicClock = field(default_factory=MonotonicClock)
     clients: dict[str, ProductionClient] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
@@ -184,7 +186,7 @@ class Bench:
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
         for number, window in enumerate(windows):
-            for arm, _ in interleaved(ARMS, number + 1, first=number):
+            for arm, _ in interleaved(self.arms, number + 1, first=number):
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
                 engine = self.parts.running[_ENGINE[arm]].tree()

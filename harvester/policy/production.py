@@ -117,7 +117,7 @@ class WatchState(msgspec.Struct, kw_only=True):
 
 
 class PulseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What readings say by themselves, whatever came before them."""
+    """Facts of one beat's readings, whatever came before them."""
 
     readings: tuple[PulseReading, ...]
     silent: str

@@ -73,6 +73,16 @@ def test_a_slow_round_of_the_machine_is_one_observation() -> None:
     assert low < 1.0 < 2.0 < high
 
 
+def test_an_arm_that_is_left_out_has_no_figure_and_harms_no_other() -> None:
+    figures = Figures()
+    for arm in (Arm.STOCK, Arm.PULSE):
+        figures.requests += requests_of(arm, slower=1.0)
+        figures.closed[arm] = [10.0]
+    result = figures.result()
+    assert result["pulse"]["throughput"]["ratio"] == 1.0
+    assert result["metrics"]["throughput"] == {"ratio": None, "range": None}
+
+
 def test_failures_are_counted_and_unmeasured_figures_are_null() -> None:
     figures = Figures()
     figures.requests += requests_of(Arm.STOCK, slower=1.0, failed=True)
