@@ -13,26 +13,20 @@ from benchmarks.agent.expiries import expiries
 from benchmarks.agent.faults import convicted, faults
 from benchmarks.agent.forecast import BUSY_RATIO, forecast
 from benchmarks.agent.kill import kill
-from benchmarks.agent.production_ttft import ROUNDS, production_ttft
 from benchmarks.agent.reaction import reaction
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.reporting import report
 
 PARTS = ("cost", "reaction", "kill", "scale", "expiries", "faults", "forecast")
-ENGINES = "production_ttft"
-"""Part that starts three vLLM servers: only where it is named."""
 _TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.agent", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument(
-        "--only", choices=(*PARTS, ENGINES), nargs="+", help="parts; by default all without engines"
-    )
+    parser.add_argument("--only", choices=PARTS, nargs="+", help="parts; all of them by default")
     parser.add_argument("--quick", action="store_true", help="a tenth of the trials")
     parser.add_argument("--window", type=float, help="seconds of `expiries`")
-    parser.add_argument("--rounds", type=int, help="of `production_ttft`")
     parser.add_argument("--virtual", type=int, help="virtual scenarios of `faults`")
     parser.add_argument("--real", type=int, help="real ones")
     parser.add_argument("--seed", type=int, default=0)
@@ -41,7 +35,7 @@ def main() -> None:
         "--trace",
         type=Path,
         action="append",
-        help="of `forecast`, and the first of `production_ttft`; by default ../shared/traces",
+        help="a trace of `forecast`; repeatable; by default all in ../shared/traces",
     )
     parser.add_argument(
         "--busy",
@@ -84,13 +78,6 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             lambda: forecast(given.trace, busy_ratio=given.busy, hours=2 * share, seed=given.seed),
         ),
     }
-    rounds = given.rounds or max(1, round(ROUNDS * share))
-    parts[ENGINES] = (
-        "production_ttft_ratio",
-        lambda: production_ttft(
-            given.json, trace=next(iter(given.trace), None), rounds=rounds, seed=given.seed
-        ),
-    )
     partial = PartialResult(given.json)
     for part in given.only or PARTS:
         name, measure = parts[part]
