@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.pulse.observer import SLOT, observed
 from benchmarks.pulse.probe import scraped
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.core_time import account, used
@@ -65,6 +66,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
+        "--observed", action="store_true", help="an agent observes the server with the pulse"
+    )
+    parser.add_argument(
         "--hardware",
         type=HardwareKind,
         choices=tuple(HardwareKind),
@@ -86,7 +90,8 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         Processes(paths.logs) as processes,
     ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-        return asyncio.run(Bench(parts, trace, given.rounds, given.seed, hardware).run())
+        bench = Bench(parts, trace, given.rounds, given.seed, hardware, given.observed)
+        return asyncio.run(bench.run())
 
 
 @dataclass(slots=True)
@@ -96,6 +101,8 @@ class Bench:
     rounds: int
     seed: int
     hardware: Hardware = field(default_factory=CpuHardware)
+    observed: bool = False
+    """Whether an agent observes the server with the pulse, and none is scraped."""
     clock: MonotonicClock = field(default_factory=MonotonicClock)
     clients: dict[str, ProductionClient] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
@@ -125,7 +132,11 @@ class Bench:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        settings = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
+        settings = {
+            "trace": self.trace.name,
+            "hardware": self.hardware.kind.value,
+            "observed": self.observed,
+        }
         return settings | self.figures.result()
 
     async def _start(self, ports: dict[str, int]) -> None:
@@ -135,7 +146,7 @@ class Bench:
         sizes = self.hardware.pulse_sizes
         context_tokens = max(PRODUCTION_MAX_LEN, sizes.input_max + sizes.output_max)
         write_production_checkpoint(model, shape=self.hardware.shape, context_tokens=context_tokens)
-        pages = PageDirectory.create(self.parts.paths.pages / "slot-0")
+        pages = PageDirectory.create(self.parts.paths.pages / SLOT)
         PageDirectory.create(self._scraped)
         for name, port in ports.items():
             spec = EngineSpec(
@@ -183,8 +194,9 @@ class Bench:
             excerpt.sized(sizes)
             for excerpt in excerpts_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
+        arms = (Arm.STOCK, Arm.PULSE, Arm.TWIN) if self.observed else ARMS
         for number, excerpt in enumerate(excerpts):
-            for arm, _ in interleaved(ARMS, number + 1, first=number):
+            for arm, _ in interleaved(arms, number + 1, first=number):
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
                 engine = self.parts.running[_ENGINE[arm]].tree()
@@ -203,6 +215,11 @@ class Bench:
 
     @asynccontextmanager
     async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:
+        if arm is Arm.PULSE and self.observed:
+            # On production's own core, where its time is production's.
+            async with observed(self.parts, core=self.hardware.core(SERVING_CORE)):
+                yield
+            return
         if arm is not Arm.METRICS:
             yield
             return

@@ -67,7 +67,8 @@ class Figures:
 
 
 def _by_round(above: list[float], below: list[float]) -> dict[str, Any]:
-    ratios = sorted(one / other for one, other in zip(above, below, strict=True) if other > 0.0)
+    pairs = zip(above, below, strict=True) if above else ()  # An arm may be left out.
+    ratios = sorted(one / other for one, other in pairs if other > 0.0)
     return {
         "ratio": median(ratios) if ratios else None,
         "range": (ratios[0], ratios[-1]) if ratios else None,

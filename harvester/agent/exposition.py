@@ -6,6 +6,7 @@ Unknown values are exported as NaN, never as 0 or as the previous value.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
@@ -42,6 +43,7 @@ _PREFIX_OUTCOMES = {
     "used": "prefix_tokens_used_total",
     "dropped": "prefix_tokens_dropped_total",
 }
+_counted = attrgetter("tokens_total", "aborted_total", "steps_met", *_PREFIX_OUTCOMES.values())
 _ACTIONS = {
     LiftGuest: GuestAction.LIFT,
     SettleGuest: GuestAction.SETTLE,
@@ -60,7 +62,7 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
-        self._totals: dict[str, dict[str, int]] = {}
+        self._totals: dict[str, tuple[int, int]] = {}
         """Latencies ever appended, of each pulse and SLO."""
         self._sampled_ns: dict[str, int] = {}
         """Time of the newest latency of each SLO."""
@@ -75,16 +77,18 @@ class SlotExposition:
         self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
         self._blocking_ratio = math.nan
         self._tenant = ""
+        self._lease: SlotLease | None = None
         self._holder: tuple[str, str] | None = None
         """Tenant and job of the exported lease, "" without one."""
         self._begin()
 
     def name_tenants(self, tenants: tuple[str, ...]) -> None:
-        """Tenants of a reloaded configuration; the next beat relabels the lease in force."""
+        """Tenants of a reloaded configuration; relabels the lease in force."""
         self._tenants = tenants
         for tenant in tenants:
             if tenant != self._tenant:
                 self._set("leases_active", 0, tenant)
+        self._note_lease(self._lease)
 
     def observe(
         self,
@@ -103,14 +107,13 @@ class SlotExposition:
             outcome = "failed" if done.fault else "done"
             self._count("guest_actions", 1, done.action.value, outcome)
         self._note_guest(sample.guest.record, policy)
-        # Before it is counted: what cannot be is not tried again in each beat.
-        counted, self._counted = self._counted, policy.accounted
-        for name, now, before in zip(_ACCOUNTED, self._counted, counted, strict=True):
-            self._count(name, now - before)
-        for outcome in _RECLAIM_OUTCOMES:
-            count = getattr(policy.reclaim.state, outcome)
-            self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
-            self._reclaims[outcome] = count
+        if lease is not self._lease or self._holder is None:
+            self._note_lease(lease)
+        self._last = sample
+        self._note_latencies()
+
+    def _note_lease(self, lease: SlotLease | None) -> None:
+        self._lease = lease
         named = lease is None or lease.tenant in self._tenants
         tenant = "" if lease is None else lease.tenant if named else _OTHER_TENANT
         if tenant != self._tenant:
@@ -118,12 +121,7 @@ class SlotExposition:
                 if name:
                     self._set("leases_active", active, name)
             self._tenant = tenant
-        self._note_holder(tenant, lease)
-        self._last = sample
-        self._note_latencies()
-
-    def _note_holder(self, tenant: str, lease: SlotLease | None) -> None:
-        """Keeps one series per slot, so that earlier jobs leave no series behind."""
+        # One series per slot, so that earlier jobs leave no series behind.
         job = "" if lease is None else tenant if tenant == _OTHER_TENANT else lease.job
         if (tenant, job) != self._holder:
             if self._holder is not None:
@@ -151,6 +149,14 @@ class SlotExposition:
         for decision, beats in self._decisions.items():
             self._count("admission_decisions", beats, *decision)
         self._decisions.clear()
+        # Before it is counted: what cannot be is not tried again.
+        counted, self._counted = self._counted, policy.accounted
+        for name, now, before in zip(_ACCOUNTED, self._counted, counted, strict=True):
+            self._count(name, now - before)
+        for outcome in _RECLAIM_OUTCOMES:
+            count = getattr(policy.reclaim.state, outcome)
+            self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
+            self._reclaims[outcome] = count
         self._set("grant_step_tokens", self._step_tokens)
         self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
         self._set_one("mode", settings.mode, Mode)
@@ -239,12 +245,12 @@ class SlotExposition:
         """A pulse repeats its last latencies; only their count says that there is a new one."""
         for reading in () if self._last is None else self._last.pulses:
             if (pulse := reading.record) is not None:
-                totals = {"ttft": pulse.samples_total, "itl": pulse.itl_samples_total}
-                before = self._totals.get(reading.name, totals)
+                totals = pulse.samples_total, pulse.itl_samples_total
+                if totals != (before := self._totals.get(reading.name, totals)):
+                    for slo, total, seen in zip(("ttft", "itl"), totals, before, strict=True):
+                        if total > seen:
+                            self._sampled_ns[slo] = monotonic_ns()
                 self._totals[reading.name] = totals
-                for slo, total in totals.items():
-                    if total > before[slo]:
-                        self._sampled_ns[slo] = monotonic_ns()
 
     def _pulses(self) -> list[Pulse]:
         readings = () if self._last is None else self._last.pulses
@@ -276,7 +282,7 @@ class SlotExposition:
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
         is_open = grant.mode.admits
         self._blocking_ratio = grant.blocking_ratio
-        self._decisions["open" if is_open else "closed", policy.condition.value] += 1
+        self._decisions["open" if is_open else "closed", policy.condition] += 1
         self._step_tokens = grant.step_tokens_cap if is_open else 0
         if self._was_open and not is_open:
             self._closing_at_ns = monotonic_ns()
@@ -288,7 +294,7 @@ class SlotExposition:
         if guest is None:
             return
         before = self._guest
-        if before is not None:
+        if before is not None and _counted(guest) != _counted(before):
             # A restarted guest's counters begin at 0.
             self._count("guest_tokens", max(0, guest.tokens_total - before.tokens_total))
             aborted = max(0, guest.aborted_total - before.aborted_total)

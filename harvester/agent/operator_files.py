@@ -30,7 +30,8 @@ def read_kill_switch(path: Path) -> KillSwitch:
             os.close(file)
     except FileNotFoundError:
         # A link may lead to a file system that is away.
-        return KillSwitch.DRAIN if path.is_symlink() else KillSwitch.NONE
+        there = os.access(path, os.F_OK, follow_symlinks=False) and path.is_symlink()
+        return KillSwitch.DRAIN if there else KillSwitch.NONE
     except OSError:
         return KillSwitch.DRAIN
     return KillSwitch.HOLD if holds else KillSwitch.DRAIN

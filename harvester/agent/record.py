@@ -83,11 +83,11 @@ class SlotRecord:
             self._journal_fault = _fault_of("journal", error)
         self._log_fault()
 
-    def look(self, *, now: float) -> None:
+    def look(self, *, now: float) -> bool:
         """Before a beat, once a second: whether the journal is still where a replay finds it, and
-        another try after a fault."""
+        another try after a fault. Returns whether it looked."""
         if now < self._retry_at_s:
-            return
+            return False
         self._retry_at_s = now + _RETRY_S
         if self._journal_fault:
             self.reopen()
@@ -97,6 +97,7 @@ class SlotRecord:
             self._log_fault()
             self._journal.give_up()
             self._journal = None
+        return True
 
     def reopen(self) -> None:
         """Go on with a first line, which holds the whole state."""

@@ -66,6 +66,7 @@ class SlotSensor:
         self._present: tuple[str, ...] = ()
         self._listed_ns = -1
         self._beats_listed = 0
+        self._leaves = self.listed = False
         self._pulses: dict[str, PageReader[Pulse]] = {}
         self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
@@ -76,12 +77,13 @@ class SlotSensor:
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
+        names = self._names()
         guest = self._guest_page(now_ns)
-        names = tuple(sorted(self._expected.union(self._names())))
-        for name in self._pulses.keys() - names:
-            reader = self._pulses.pop(name)
-            reader.close()
-            self._strangers.discard(reader.path)
+        if self.listed:
+            for name in self._pulses.keys() - names:
+                reader = self._pulses.pop(name)
+                reader.close()
+                self._strangers.discard(reader.path)
         pulses = expected(self._pulses_of(names, now_ns), self._expected)
         return SlotSample(
             pulses=pulses,
@@ -96,7 +98,8 @@ class SlotSensor:
     def _log_stranger(self, path: Path, fault: PageFault | None) -> None:
         """Log once which user owns a page that is not believed."""
         if fault is not PageFault.FOREIGN:
-            self._strangers.discard(path)
+            if self._strangers:
+                self._strangers.discard(path)
         elif path not in self._strangers:
             self._strangers.add(path)
             if not self._strangers_logged.admits(now=monotonic_ns() * 1e-9):
@@ -116,8 +119,7 @@ class SlotSensor:
     def _guest_page(self, now_ns: int) -> Reading[Guest]:
         """The guest's own page, or the page that announces its stop."""
         guest = self._guest.read(now_ns=now_ns)
-        # Hardly a guest announces its stop, and an open that fails costs more than this look.
-        if self._leaving.sequence() is None and not os.access(self._leaving.path, os.F_OK):
+        if self._leaving.sequence() is None and not self._leaves:
             return guest
         leaving = self._leaving.read(now_ns=now_ns)
         if leaving.record is None:
@@ -135,16 +137,20 @@ class SlotSensor:
         return GuestReading(record=found.record)
 
     def _names(self) -> tuple[str, ...]:
-        """Pulse files present, listed again when the directory changed, and sometimes besides: two
-        changes within one tick of the file system's clock look like one. A removed directory holds
-        no pulses."""
+        """Pulse files expected or present. The directory is listed again when it has changed, and
+        sometimes besides: two changes within one tick of the file system's clock look like one. A
+        removed directory holds no pulses."""
         try:
             changed_ns = self._directory.path.stat().st_mtime_ns
         except OSError:
-            return ()
+            self.listed = True
+            return tuple(sorted(self._expected))
         self._beats_listed += 1
-        if changed_ns != self._listed_ns or self._beats_listed >= _RELIST_BEATS:
-            self._listed_ns, self._present = changed_ns, self._directory.pulse_names()
+        self.listed = changed_ns != self._listed_ns or self._beats_listed >= _RELIST_BEATS
+        if self.listed:
+            self._present = tuple(sorted(self._expected.union(self._directory.pulse_names())))
+            self._listed_ns = changed_ns
+            self._leaves = os.access(self._leaving.path, os.F_OK)
             self._beats_listed = 0
         return self._present
 

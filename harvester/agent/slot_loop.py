@@ -203,7 +203,7 @@ class Slot:
         bound = guest is not None and not self.config.policy.ungated
         self._lending = guest.lending if guest and bound else Lending()
         lends = self._lending.tokens > 0
-        if self._lending.summary and lends is not self._lends:
+        if lends is not self._lends and self._lending.summary:
             self._lends = lends
             level = logging.INFO if lends else logging.WARNING
             _log.log(level, "slot %s lends %s", self.name, self._lending.summary)
@@ -214,7 +214,7 @@ class Slot:
         return self._record.fault or self._guest.memo_fault
 
     def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
-        self._record.look(now=now)
+        looked = self._record.look(now=now)
         sample = self.sensor.sample(lease=self._leases.view(self.name), kill_switch=kill_switch)
         pulses = (reading.record for reading in sample.pulses if reading.record is not None)
         self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
@@ -228,7 +228,10 @@ class Slot:
             elif outcome.action is GuestAction.KILL:
                 _log.warning("slot %s: the guest has ended", self.name)
         # A release serves the guest, so it waits until the journal can be written.
-        release = "" if self.fault else self._release.read()
+        due = (looked or self.policy.quarantined) and not self.fault
+        release = self._release.read() if due else ""
+        if not (self._stop or outcomes or self.fault or release):
+            return sample
         return msgspec.structs.replace(
             sample,
             stop=self._stop,
@@ -323,7 +326,8 @@ class Slot:
         match effect:
             case WriteGrant():
                 ttl_ns = int(effect.ttl_s * 1e9)
-                self._grant_page.keep()
+                if self.sensor.listed:
+                    self._grant_page.keep()
                 # Counted from the sample: an agent that is stopped between the two, or waits for
                 # its disk, would else open the gate for data as old as the stop.
                 self._grant_page.write(effect.grant, now_ns=sampled_ns, ttl_ns=ttl_ns)

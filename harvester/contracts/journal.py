@@ -118,7 +118,7 @@ class JournalWriter:
     @property
     def full(self) -> bool:
         """Whether the file has reached half the bound; then call `rotate` with a new first line."""
-        return self._file.tell() >= self._file_bytes
+        return self._end_bytes >= self._file_bytes
 
     def rotate(self, line: Opened) -> None:
         # The old file is given up last, so that a full disk leaves a working writer: by then the
@@ -142,7 +142,7 @@ class JournalWriter:
     def _append(self, line: Line) -> None:
         encoded = self._encoder.encode(line) + b"\n"
         packed = memoryview(encoded if self._packer is None else self._packer.pack(encoded))
-        written, before_bytes = 0, self._file.tell()
+        written = 0
         try:
             while written < len(packed):
                 written += self._file.write(packed[written:])
@@ -150,8 +150,8 @@ class JournalWriter:
             # A full disk takes a part of the line.
             if self._packer is not None:
                 self._packer.refused()
-            self._file.truncate(before_bytes)
-            self._file.seek(before_bytes)
+            self._file.truncate(self._end_bytes)
+            self._file.seek(self._end_bytes)
             raise
         self._end_bytes += written
         if self._packer is not None:

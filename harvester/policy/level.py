@@ -85,7 +85,9 @@ class MissWindow:
         now: float,
     ) -> bool:
         """Fold new counts in, `own_...` from withheld slices; True means a breach, after which
-        counting restarts."""
+        counting restarts. The counts fade when there is a new one."""
+        if not (samples or misses or own_samples):
+            return False
         state, elapsed_s = self.state, _elapsed(self.state.at_s, now)
         kept = math.exp(-elapsed_s / _OWN_MEMORY_S)
         state.own_samples = state.own_samples * kept + own_samples

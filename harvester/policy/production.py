@@ -7,6 +7,7 @@ without steps, and steps without requests are separate conditions.
 from collections.abc import Collection, Iterable, Mapping, Set
 from functools import reduce
 from operator import attrgetter, le
+from typing import Any
 
 import msgspec
 
@@ -99,6 +100,7 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     decoding: int = 0
 
 
+_remembered = attrgetter(*PulseMemory.__struct_fields__)
 _counters = attrgetter(*{*PulseMemory.__struct_fields__} - {"unseen_steps_total", "decoding"})
 
 
@@ -114,74 +116,131 @@ class WatchState(msgspec.Struct, kw_only=True):
     idle_at_s: float | None = None
 
 
+class PulseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of one beat's readings, whatever came before them."""
+
+    readings: tuple[PulseReading, ...]
+    silent: str
+    pulses: dict[str, Pulse]
+    engines: list[tuple[str, dict[str, Pulse], bool, float]]
+    """Each engine's pulses, whether they show work, and a time longer than any step of it."""
+    model: ProductionModel
+    unfit: str
+    learned: int
+    decoding: int
+    kv_usage_ratio: float
+
+
 class ProductionWatch:
     def __init__(self, settings: SlotSettings, state: WatchState | None = None) -> None:
         self._settings = settings
         self.state = state or WatchState()
+        self._facts: PulseFacts | None = None
 
     def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
-        silent = _silence(readings)
-        pulses = {r.name: r.record for r in readings if r.record is not None}
-        remembered = self.state.pulses
-        known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
-        went_on = {n: pair for n, pair in known.items() if all(map(le, *map(_counters, pair)))}
-        restarted = self._restarted(known.keys() - went_on.keys(), now)
-        waits = _latencies(went_on, "unanswered_s_recent", "unanswered_total")
-        missed = waits.above(self._settings.ttft_slo_s)
-        decoded = [
-            max(pulse.decoding, before.decoding + pulse.samples_total - before.samples_total)
-            for before, pulse in went_on.values()
-        ]
-        self._note_idleness(went_on.values(), now, seen=bool(pulses))
-        model = self._model(pulses)
-        engines = [
-            self._judge(engine, own, model if len(own) == len(pulses) else self._model(own), now)
-            for engine, own in _by_engine(pulses).items()
-        ]
+        facts = self._facts
+        if facts is None or readings != facts.readings:
+            facts = self._facts = self._facts_of(readings)
+        silent, pulses, remembered = facts.silent, facts.pulses, self.state.pulses
+        same: dict[str, Pulse] = {}
+        news: dict[str, tuple[PulseMemory, Pulse]] = {}
+        backwards: set[str] = set()
+        for name, pulse in pulses.items():
+            if (before := remembered.get(name)) is None:
+                continue
+            if _remembered(before) == _remembered(pulse):
+                same[name] = pulse
+            elif all(map(le, _counters(before), _counters(pulse))):
+                news[name] = before, pulse
+            else:
+                backwards.add(name)
+        restarted, went_on = self._restarted(backwards, now), len(same) + len(news)
+        busy_s = sum(pulse.busy_s_total - before.busy_s_total for before, pulse in news.values())
+        self._note_idleness(busy_s if went_on else None, now, seen=bool(pulses))
+        engines = [self._judge(*engine, now=now) for engine in facts.engines]
         unseen = next((unseen for _, unseen, _ in engines if unseen), "")
         hung = next((hung for _, _, hung in engines if hung), "")
         if not silent and not any(busy for busy, _, _ in engines):
             self.state.idle_at_s = now
-        self._remember(pulses, now)
-        believed = len(went_on) == len(pulses) and not (silent or restarted or unseen or hung)
-        condition, reason = self._condition(silent, restarted, unseen, hung, pulses)
+        for name in pulses if len(same) < len(pulses) else ():
+            remembered[name] = msgspec.convert(pulses[name], PulseMemory, from_attributes=True)
+        self.state.observed_at_s = now
+        believed = went_on == len(pulses) and not (silent or restarted or unseen or hung)
+        condition, reason = self._condition(silent, restarted, unseen, hung, facts)
         return ProductionView(
             condition=condition,
             reason=reason,
-            model=model,
-            ttft=_latencies(went_on, "ttft_s_recent", "samples_total") + missed,
-            unanswered=max(0.0, waits.total - missed.total),
-            itl=_latencies(went_on, "itl_s_recent", "itl_samples_total"),
-            itl_late=self._late_tokens(went_on),
-            own_models=len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min,
-            decoding=sum(p.decoding for p in pulses.values()),
-            decoded=max(1.0, sum(decoded)),
-            kv_usage_ratio=kv_usage_ratio(pulses),
+            model=facts.model,
+            own_models=len(engines) > 1 and facts.learned >= self._settings.model_samples_min,
+            decoding=facts.decoding,
+            kv_usage_ratio=facts.kv_usage_ratio,
             idle_at_s=self.state.idle_at_s,
-            busy_s=_busy_s(went_on.values()) if believed else None,
+            busy_s=busy_s if believed else None,
+            **self._new(same, news),
         )
 
-    def _late_tokens(self, went_on: Mapping[str, tuple[PulseMemory, Pulse]]) -> Latencies:
+    def _facts_of(self, readings: tuple[PulseReading, ...]) -> "PulseFacts":
+        pulses = {r.name: r.record for r in readings if r.record is not None}
+        model, engines = self._model(pulses), list[tuple[str, dict[str, Pulse], bool, float]]()
+        for engine, own in _by_engine(pulses).items():
+            patience_s = self._patience_s(
+                own.values(), model if len(own) == len(pulses) else self._model(own)
+            )
+            engines.append((engine, own, _works(tuple(own.values())), patience_s))
+        return PulseFacts(
+            readings=readings,
+            silent=_silence(readings),
+            pulses=pulses,
+            engines=engines,
+            model=model,
+            unfit=next(
+                (f"{name}: {pulse.unfit}" for name, pulse in pulses.items() if pulse.unfit), ""
+            ),
+            learned=_learned(pulses),
+            decoding=sum(pulse.decoding for pulse in pulses.values()),
+            kv_usage_ratio=kv_usage_ratio(pulses),
+        )
+
+    def _new(
+        self, same: Mapping[str, Pulse], news: Mapping[str, tuple[PulseMemory, Pulse]]
+    ) -> dict[str, Any]:
+        """The fields of a view that say what came since the last beat."""
+        decoded = sum(pulse.decoding for pulse in same.values())
+        if not news:
+            return {"decoded": max(1.0, decoded)}
+        waits = _latencies(news, "unanswered_s_recent", "unanswered_total")
+        missed = waits.above(self._settings.ttft_slo_s)
+        for before, pulse in news.values():
+            new = pulse.samples_total - before.samples_total
+            decoded += max(pulse.decoding, before.decoding + new)
+        return {
+            "ttft": _latencies(news, "ttft_s_recent", "samples_total") + missed,
+            "unanswered": max(0.0, waits.total - missed.total),
+            "itl": _latencies(news, "itl_s_recent", "itl_samples_total"),
+            "itl_late": self._late_tokens(news),
+            "decoded": max(1.0, decoded),
+        }
+
+    def _late_tokens(self, news: Mapping[str, tuple[PulseMemory, Pulse]]) -> Latencies:
         """Late tokens as the pulses count them for this SLO, else from the pulses' samples."""
         slo_s = self._settings.itl_slo_s
-        counted = {name: pair for name, pair in went_on.items() if pair[1].itl_slo_s == slo_s}
-        sampled = {name: pair for name, pair in went_on.items() if name not in counted}
+        counted = {name: pair for name, pair in news.items() if pair[1].itl_slo_s == slo_s}
+        sampled = {name: pair for name, pair in news.items() if name not in counted}
         late = _latencies(counted, "itl_late_s_recent", "itl_late_total")
         return late + _latencies(sampled, "itl_s_recent", "itl_samples_total").above(slo_s)
 
     def _condition(
-        self, silent: str, restarted: str, unseen: str, hung: str, pulses: dict[str, Pulse]
+        self, silent: str, restarted: str, unseen: str, hung: str, facts: "PulseFacts"
     ) -> tuple[Condition | None, str]:
-        unfit = [f"{name}: {pulse.unfit}" for name, pulse in pulses.items() if pulse.unfit]
-        if unfit:
-            return Condition.UNFIT, unfit[0]
+        if facts.unfit:
+            return Condition.UNFIT, facts.unfit
         if silent:
             return Condition.SILENT, silent
         if restarted:
             return Condition.RESTARTED, restarted
         if unseen:
             return Condition.UNSEEN, unseen
-        learned = _learned(pulses)
+        learned, pulses = facts.learned, facts.pulses
         if learned < self._settings.model_samples_min and not self._has_profile(pulses):
             reason = f"model rests on {learned} of {self._settings.model_samples_min} steps"
             if SCRAPED_PULSE in pulses:
@@ -221,41 +280,30 @@ class ProductionWatch:
             return "production restarted"
         return ""
 
-    def _note_idleness(
-        self, went_on: Collection[tuple[PulseMemory, Pulse]], now: float, *, seen: bool
-    ) -> None:
+    def _note_idleness(self, busy_s: float | None, now: float, *, seen: bool) -> None:
         state = self.state
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
         if not seen:
             state.idle_ratio = None
-        if elapsed_s <= 0 or not went_on:
+        if elapsed_s <= 0 or busy_s is None:
             return
-        idle = 1.0 - min(1.0, _busy_s(went_on) / elapsed_s)
+        idle = 1.0 - min(1.0, busy_s / elapsed_s)
         gain = min(1.0, elapsed_s / _IDLE_WINDOW_S)
         last = idle if state.idle_ratio is None else state.idle_ratio
         state.idle_ratio = last + gain * (idle - last)
 
     def _judge(
-        self, engine: str, members: dict[str, Pulse], model: ProductionModel, now: float
+        self, engine: str, members: dict[str, Pulse], works: bool, patience_s: float, *, now: float
     ) -> tuple[bool, str, str]:
         """Whether the engine is busy, and why it serves unseen requests or hangs; "" if not."""
-        busy, pulses = self._busy(members), tuple(members.values())
-        patience_s = self._patience_s(pulses, model)
+        pulses = tuple(members.values())
+        busy = works or any(map(self._served_unseen, members, pulses))
         unseen = unseen_requests(self.state.unseen, engine, pulses, patience_s=patience_s, now=now)
         if not busy or any(map(self._stepped, members, pulses)):
             self.state.progress_at_s[engine] = now
         stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
         stuck = f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
         return busy, unseen, stuck if stuck_s > patience_s else ""
-
-    def _busy(self, members: dict[str, Pulse]) -> bool:
-        """Whether middleware, cores or steps show work; an open WebSocket alone is no work."""
-        pulses = tuple(members.values())
-        if any(pulse.in_flight > pulse.sockets for pulse in pulses):
-            return True
-        if any(core.running or core.waiting for core in latest_cores(pulses)):
-            return True
-        return any(self._served_unseen(name, pulse) for name, pulse in members.items())
 
     def _served_unseen(self, name: str, pulse: Pulse) -> bool:
         before = self.state.pulses.get(name)
@@ -271,25 +319,21 @@ class ProductionWatch:
         step_s = max(model.prefill_s(prompt_tokens), model.decode_s(decoding))
         return max(self._settings.hung_min_s, self._settings.hung_steps * step_s)
 
-    def _remember(self, pulses: dict[str, Pulse], now: float) -> None:
-        for name, pulse in pulses.items():
-            self.state.pulses[name] = msgspec.convert(pulse, PulseMemory, from_attributes=True)
-        self.state.observed_at_s = now
+
+def _works(pulses: tuple[Pulse, ...]) -> bool:
+    """Whether middleware or cores show work; an open WebSocket alone is no work."""
+    if any(pulse.in_flight > pulse.sockets for pulse in pulses):
+        return True
+    return any(core.running or core.waiting for core in latest_cores(pulses))
 
 
-def _latencies(
-    went_on: Mapping[str, tuple[PulseMemory, Pulse]], recent: str, total: str
-) -> Latencies:
+def _latencies(news: Mapping[str, tuple[PulseMemory, Pulse]], recent: str, total: str) -> Latencies:
     """New samples of the field `recent`, of which `total` counts all."""
     found = NO_LATENCIES
-    for before, pulse in went_on.values():
+    for before, pulse in news.values():
         if new := getattr(pulse, total) - getattr(before, total):
             found += Latencies(seen_s=getattr(pulse, recent)[-new:], total=new)
     return found
-
-
-def _busy_s(went_on: Iterable[tuple[PulseMemory, Pulse]]) -> float:
-    return sum(pulse.busy_s_total - before.busy_s_total for before, pulse in went_on)
 
 
 def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:

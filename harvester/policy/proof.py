@@ -225,6 +225,8 @@ class Proof:
         self._answer_s = max(_ANSWER_LEAST_S, min(_SLICE_MOST_S, _ANSWER_SLOS * ttft_slo_s))
         """Time for which a request of an ended slice is waited for, at least."""
         self.state = state or ProofState()
+        self._judged = True
+        """Whether the evidence may be new."""
 
     @property
     def harmful(self) -> bool:
@@ -301,9 +303,11 @@ class Proof:
         for done in self._finished(now):
             state.ended = [*state.ended, done.outline][-_ENDED_KEPT:]
             self._judge(done)
+            self._judged = True
         if state.stopped_at_s is None:
-            if self.evidence >= self.evidence_limit:
+            if self._judged and self.evidence >= self.evidence_limit:
                 state.stopped_at_s = now
+            self._judged = False
         elif now - state.stopped_at_s >= self._settings.hold_s:
             # The evidence that caused the stop is spent: harvesting needs a new proof.
             self.state = ProofState()

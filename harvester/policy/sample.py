@@ -148,7 +148,7 @@ def expected(
     Each pulse says how many API servers its engine has. An announced server that never showed
     itself is missing, not idle; a page beyond the announced number is a leftover. A configured list
     adds to that: it never hides an engine that runs beside the listed ones, but the silent page of
-    an engine that is not listed is a leftover too. The result is in the order of names.
+    an engine that is not listed is a leftover too. Both are in the order of names.
     """
     processes: dict[str, int] = {}
     for reading in present:
@@ -158,6 +158,9 @@ def expected(
     if sum(processes.values()) > MAX_PULSES:
         return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
     named = {pulse_page(engine, at) for engine, most in processes.items() for at in range(most)}
+    faults = [reading.fault for reading in present]
+    if _GONE.isdisjoint(faults) and named.issubset([reading.name for reading in present]):
+        return present
     kept = {
         reading.name: reading
         for reading in present

@@ -206,11 +206,11 @@ class SlotPolicy:
         memory = self._memory
         if memory.quarantine:
             return SlotState.QUARANTINED
-        if self.settings.mode is not Mode.HARVEST or memory.state in {State.OFF, State.COOLDOWN}:
+        if self.settings.mode is not Mode.HARVEST or memory.state in (State.OFF, State.COOLDOWN):
             return SlotState.OFF
         if memory.state is State.LEARNING:
             return SlotState.LEARNING
-        if memory.condition in {Condition.STOPPED, Condition.GUESTLESS}:
+        if memory.condition in (Condition.STOPPED, Condition.GUESTLESS):
             return SlotState.OFF
         return SlotState.OFFERED
 

@@ -46,7 +46,7 @@ class KeptPage(Generic[R]):
             self._page, self.absence = page, ""
 
     def keep(self) -> None:
-        """Once per beat: make the page again if it was lost."""
+        """Now and then: make the page again if it was lost."""
         page = self._page
         if page is not None and page.look():
             self._log_contest(page)

@@ -218,7 +218,7 @@ async def test_the_commands_stop_show_and_resume(
         assert (code, "resumed" in said) == (0, True), said
         assert [stop.tenant for stop in node.stops.stops] == ["t"]
         code, said = await command("hold", *agent, "--slot", "slot9", "--reason", "r")
-        assert (code, "no slot9" in said) == (1, True), said
+        assert (code, "no slot slot9" in said) == (1, True), said
         code, said = await command("hold", *agent, "--reason", " ")
         assert code == 2, said
     code, said = await command("hold", *agent, "--reason", "r")

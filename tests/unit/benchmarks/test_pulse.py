@@ -73,6 +73,16 @@ def test_a_slow_round_of_the_machine_is_one_observation() -> None:
     assert low < 1.0 < 2.0 < high
 
 
+def test_an_arm_that_is_left_out_has_no_figure_and_harms_no_other() -> None:
+    figures = Figures()
+    for arm in (Arm.STOCK, Arm.PULSE):
+        figures.requests += requests_of(arm, slower=1.0)
+        figures.closed[arm] = [10.0]
+    result = figures.result()
+    assert result["pulse"]["throughput"]["ratio"] == 1.0
+    assert result["metrics"]["throughput"] == {"ratio": None, "range": None}
+
+
 def test_failures_are_counted_and_unmeasured_figures_are_null() -> None:
     figures = Figures()
     figures.requests += requests_of(Arm.STOCK, slower=1.0, failed=True)
@@ -143,18 +153,21 @@ def test_three_servers_of_a_cpu_start_together_as_before(
 
 
 @asynccontextmanager
-async def not_scraped(*_: object) -> AsyncIterator[None]:
+async def nothing_beside(*_: object, **__: object) -> AsyncIterator[None]:
     yield
 
 
+@pytest.mark.parametrize(
+    ("observed", "arms"), [(False, ARMS), (True, (Arm.STOCK, Arm.PULSE, Arm.TWIN))]
+)
 def test_each_round_is_kept_before_the_next_one_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    observed: bool, arms: tuple[Arm, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = SimpleNamespace(logs=tmp_path / "x.run" / "logs", pages=tmp_path)
     parts = StartedParts(paths, running=dict.fromkeys(("stock", "pulse", "twin")))
     parts.running = {name: SimpleNamespace(tree=list) for name in parts.running}
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
-    bench = pulse.Bench(cast(Parts, parts), trace, rounds=2, seed=1)
+    bench = pulse.Bench(cast(Parts, parts), trace, rounds=2, seed=1, observed=observed)
     kept_at_replays: list[int] = []
     file = tmp_path / "x.run" / "parts.json"
 
@@ -168,11 +181,12 @@ def test_each_round_is_kept_before_the_next_one_begins(
     monkeypatch.setattr(pulse.Bench, "_closed", closed)
     monkeypatch.setattr(pulse, "_SETTLE_S", 0.0)
     monkeypatch.setattr(pulse, "_SCRAPES_S", 0.0)
-    monkeypatch.setattr(pulse, "scraped", not_scraped)
+    monkeypatch.setattr(pulse, "scraped", nothing_beside)
+    monkeypatch.setattr(pulse, "observed", nothing_beside)
     client = SimpleNamespace(replay=replay, url="")
     bench.clients = cast(Any, dict.fromkeys(parts.running, client))
     asyncio.run(bench._rounds())
-    assert kept_at_replays == [0] * len(ARMS) + [1] * len(ARMS)
+    assert kept_at_replays == [0] * len(arms) + [1] * len(arms)
     kept = json.loads(file.read_text())
     assert kept["rounds"] == 2
-    assert kept["requests"] == dict.fromkeys(ARMS, 160)
+    assert {arm for arm, count in kept["requests"].items() if count} == {*arms}

@@ -63,6 +63,17 @@ def test_a_record_is_decoded_once_and_believed_until_it_expires(path: Path) -> N
     assert read(reader, now_ns=NOW_NS - 2_000_000_000).fault is PageFault.CLOCK
 
 
+def test_a_record_that_is_written_again_is_not_decoded_again(path: Path) -> None:
+    writer, reader = written(path, in_flight=1), PageReader(path, Pulse)
+    first = read(reader).record
+    writer.write(Pulse(in_flight=1), now_ns=NOW_NS + 5, ttl_ns=TTL_NS)
+    again = read(reader, now_ns=NOW_NS + TTL_NS)
+    assert again.record is first
+    assert again.stamp_ns == NOW_NS + 5
+    writer.write(Pulse(in_flight=2), now_ns=NOW_NS + 6, ttl_ns=TTL_NS)
+    assert read(reader).record == Pulse(in_flight=2)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
