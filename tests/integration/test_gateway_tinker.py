@@ -134,7 +134,7 @@ async def test_another_request_with_the_number_of_a_promise_is_refused() -> None
             {"prompt_logprobs": True},
         ):
             status, told = await client.begin(sampler, 0, **other)
-            assert (status, "is of another request" in str(told)) == (409, True)
+            assert (status, "belongs to another request" in str(told)) == (409, True)
 
 
 async def test_a_model_path_pins_its_version() -> None:
