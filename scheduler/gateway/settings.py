@@ -241,6 +241,15 @@ class GatewaySettings(FrozenSettings):
             raise ValueError(fault)
         if not self.engines and not self.agents:
             raise ValueError("list at least one engine or one agent")
+        lease = msgspec.convert(self.capacity, CapacityConfig)
+        renewed_s = lease.duration_s * lease.renew_ratio
+        spare_s = lease.duration_s - renewed_s - lease.margin_s
+        if self.agents and spare_s <= self.capacity_period_s:
+            raise ValueError(
+                f"capacity_period_s: a lease of {lease.duration_s:g} s is renewed after "
+                f"{renewed_s:g} s and given up {lease.margin_s:g} s before its end: look more "
+                f"often than every {spare_s:g} s, or raise capacity.duration_s"
+            )
         prefixes = tuple(self.slot_prefix(agent.id) for agent in self.agents)
         for slot in (engine.slot for engine in self.engines):
             if prefixes and slot is not None and not slot.startswith(prefixes):

@@ -197,9 +197,9 @@ async def test_an_agent_that_falls_silent_costs_no_other_agents_lease(
             if doubted:
                 await guest.post("/_fake", {"epoch": "9"})
         await asyncio.sleep(5.0)
-        said = await service.get("/v1/status")
-        assert [each["agent"] for each in said["leases"]] == ["a0"]
+        said = await service.until("/v1/status", lambda s: len(s["silent_agents"]) == silent)
         assert said["silent_agents"].keys() == {each["id"] for each in listed[1:]}
+        assert [each["agent"] for each in said["leases"]] == ["a0"]
         looked = await guests[0].get("/_fake")
         assert (looked["open"], looked["aborted"]) == (4, 0)
         assert sum(call.startswith("take") for call in agents[0].calls) == 1

@@ -64,8 +64,8 @@ _LEAST_PERIOD_S = 0.1
 # A look waits this long for answers; a later answer counts at a later look.
 _ANSWER_S = 0.25
 
-_Calls = Mapping[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]
-"""By what is asked, and of which agent, slot or lease."""
+_Calls = dict[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]
+"""Calls by their kind and the agent, slot or lease that they are about."""
 
 
 class Harvest:
@@ -157,14 +157,13 @@ class Harvest:
             self._record(name)
         # Doubts that come while agents are asked are for the next look.
         doubted, self._doubted = self._doubted, set()
-        renewals = {
+        calls: _Calls = {
             ("renew", name): partial(self._renew, self.leases[name])
             for name in sorted(doubted & self.leases.keys())
         }
-        refreshes = {
-            ("offers", name): partial(self._refresh_offers, name) for name in sorted(self._agents)
-        }
-        await self._ask(renewals | refreshes)
+        for agent in sorted(self._agents):
+            calls["offers", agent] = partial(self._refresh_offers, agent)
+        await self._ask(calls)
         demands = self._demands()
         # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.
         stopped = any(each.active and self._is_stopped(each.job) for each in demands)
