@@ -475,8 +475,11 @@ async def test_a_restart_takes_leases_over_while_another_agent_is_away() -> None
     async with asyncio.timeout(10.0):
         while second.held.keys() != set(SLOTS):  # noqa: ASYNC110 - a fact without an event
             await asyncio.sleep(0)
+        # Its first look comes while the other agent still says nothing: leases need renewals.
+        await adopting
     answers.set()
-    await adopting
+    await asyncio.sleep(0.01)
+    await second.looks()
     assert second.held.keys() == {"of-away", *SLOTS}
 
 
