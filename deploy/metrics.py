@@ -116,6 +116,12 @@ _GATEWAY = (
     ),
     _gateway("answers_kept_bytes", _GAUGE, "", "Memory of answers kept."),
     _gateway("leases_held", _GAUGE, "rl_job", "Leases in use."),
+    _gateway(
+        "lease_slack_seconds",
+        _GAUGE,
+        "",
+        "Least time that is left to use a lease; +Inf without leases. Near 0: not renewed in time.",
+    ),
     _gateway("unrecorded", _GAUGE, "", "1 while a journal or the state file lacks something."),
     _gateway("journal_missing_lines_total", _COUNTER, "", "Decisions that the journals lack."),
     _gateway(*_CERTIFICATES),

@@ -66,6 +66,9 @@ class GatewayMetrics:
         )
         self.journal_missing_before = 0
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
+        self.lease_slack_s = self._gauge(
+            "lease_slack_seconds", "Least time that is left to use a lease.", []
+        )
         self._certificates = self._gauge(
             certificate_expiry.NAME, certificate_expiry.HELP, [*certificate_expiry.LABELS]
         )

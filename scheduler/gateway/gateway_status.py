@@ -126,6 +126,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
     metrics.journal_missing.inc(missing - metrics.journal_missing_before)
     metrics.journal_missing_before = missing
     metrics.answers_bytes.set(scheduler.answered.size_bytes)
+    metrics.lease_slack_s.set(scheduler.harvest.slack_s)
     for each in scheduler.harvest.budgets.all():
         for part in ("budget", "spent", "outstanding"):
             metrics.service_budget.labels(each.service, part).set(getattr(each, part))

@@ -136,7 +136,7 @@ class Scheduler:
         self.versions = JobVersions(
             self.jobs,
             self.fleet,
-            VersionStaging(self.fleet, clock),
+            VersionStaging(self.fleet, clock, stage_s=times.stage_s),
             state,
             clock,
             publish_s=times.publish_s,

@@ -148,6 +148,9 @@ class Timeouts(FrozenSettings):
     rejoin_s: Seconds = 2.0
     """Time that a turn goes on after its client has gone, and that its end is kept: the client may
     ask again under the same id."""
+    stage_s: Seconds = 60.0
+    """A publish waits this long for dedicated engines to prepare the version while they sample; one
+    that is not ready then prepares the rest while it is paused, within `update_s`."""
     update_s: Seconds = 120.0
     """Time limit of one engine's version switch."""
     publish_s: Seconds = 120.0
@@ -241,6 +244,15 @@ class GatewaySettings(FrozenSettings):
             raise ValueError(fault)
         if not self.engines and not self.agents:
             raise ValueError("list at least one engine or one agent")
+        lease = msgspec.convert(self.capacity, CapacityConfig)
+        renewed_s = lease.duration_s * lease.renew_ratio
+        spare_s = lease.duration_s - renewed_s - lease.margin_s
+        if self.agents and spare_s <= self.capacity_period_s:
+            raise ValueError(
+                f"capacity_period_s: a lease of {lease.duration_s:g} s is renewed after "
+                f"{renewed_s:g} s and given up {lease.margin_s:g} s before its end: look more "
+                f"often than every {spare_s:g} s, or raise capacity.duration_s"
+            )
         prefixes = tuple(self.slot_prefix(agent.id) for agent in self.agents)
         for slot in (engine.slot for engine in self.engines):
             if prefixes and slot is not None and not slot.startswith(prefixes):

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from harvester.contracts.ids import Epoch, LeaseId, NodeId, SlotId
 from harvester.contracts.wire.engines import EngineDescription
@@ -128,6 +129,8 @@ class FakeAgent:
         self.engine_url = "http://127.0.0.1:9"
         self.engine = EngineDescription()
         self.offered = True
+        self.silent = False
+        """As a node without power: connections hang."""
         self.epoch = 0
         self.lease: LeaseGranted | None = None
         self.by_request: dict[str, LeaseGranted] = {}
@@ -137,7 +140,13 @@ class FakeAgent:
         self.duration_s: float | None = None
 
     def app(self) -> web.Application:
-        app = web.Application()
+        @web.middleware
+        async def hang(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self.silent:
+                await asyncio.Event().wait()
+            return await handler(request)
+
+        app = web.Application(middlewares=[hang])
         app.add_routes(
             [
                 web.get("/v1/slots", self.slots),
@@ -228,19 +237,19 @@ class FakeAgent:
 
 @pytest.fixture
 async def fake_agent() -> AsyncIterator[FakeAgent]:
-    async with _served_agent(FakeAgent()) as agent:
+    async with served_agent(FakeAgent()) as agent:
         yield agent
 
 
 @pytest.fixture
 async def another_agent() -> AsyncIterator[FakeAgent]:
     """On another node that was installed alike: its slot has the same name."""
-    async with _served_agent(FakeAgent(lease="another")) as agent:
+    async with served_agent(FakeAgent(lease="another")) as agent:
         yield agent
 
 
 @asynccontextmanager
-async def _served_agent(agent: FakeAgent) -> AsyncIterator[FakeAgent]:
+async def served_agent(agent: FakeAgent) -> AsyncIterator[FakeAgent]:
     runner = web.AppRunner(agent.app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -60,6 +60,8 @@ class FakeEngine:
         self.staged: list[list[Any]] = []
         self.stage_fault = ""
         """Why no version can be prepared; empty: one can."""
+        self.stages_on = False
+        """Whether no version is ever prepared to its end."""
         self.models: list[str | None] = []
         self.extra_args: list[dict[str, Any]] = []
         self.initialised = False
@@ -217,7 +219,7 @@ class FakeEngine:
     async def stage(self, body: dict[str, Any]) -> web.Response:
         """Ready on the second call; records the turns open at each call."""
         asked = [*body["kwargs"].values(), self.open]
-        known = any(seen[:2] == asked[:2] for seen in self.staged)
+        known = not self.stages_on and any(seen[:2] == asked[:2] for seen in self.staged)
         self.staged.append(asked)
         if self.stage_fault:
             failed = {"state": "failed", "message": self.stage_fault}

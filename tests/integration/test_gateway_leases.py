@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -10,6 +11,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.wire.leases import LeaseEnded, LeaseGranted, LeaseRequest
 from scheduler.gateway.capacity.agent_client import AgentClient
+from tests.integration.conftest import FakeAgent, served_agent
 
 REQUEST = LeaseRequest(
     request_id="q1", slot=SlotId("slot"), tenant=TenantId("t"), job=JobId("job"), duration_s=5.0
@@ -152,6 +154,57 @@ async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
     again = await gateway(**settings).until("/v1/status", lambda looked: len(looked["leases"]) == 2)
     assert {each["agent"] for each in again["leases"]} == {"a", "b"}
     assert (fake_agent.epoch, another_agent.epoch) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("silent", "doubted", "ttl_s", "settings"),
+    [
+        (1, False, None, {}),
+        (3, False, None, {}),
+        (1, True, None, {}),
+        (
+            1,
+            False,
+            2.5,
+            {
+                "capacity_period_s": 1.0,
+                "capacity": {"spill_ratio": 0.5},
+                "timeouts": {"agent_s": 3.0},
+            },
+        ),
+    ],
+    ids=["one", "three", "one and a doubt", "short leases"],
+)
+async def test_an_agent_that_falls_silent_costs_no_other_agents_lease(
+    fake_engine, gateway, silent, doubted, ttl_s, settings
+) -> None:
+    async with AsyncExitStack() as stack:
+        agents, guests = [], []
+        for number in range(1 + silent):
+            agent = await stack.enter_async_context(served_agent(FakeAgent(lease=f"{number}-")))
+            guests.append(fake_engine(step_s=0.02, epoch=1))
+            agent.engine_url, agent.duration_s = guests[-1].url, ttl_s
+            agents.append(agent)
+        listed = [{"id": f"a{n}", "url": each.url} for n, each in enumerate(agents)]
+        given = {**_agents(agents[0]), **settings, "agents": listed}
+        service = gateway(fake_engine(step_s=0.02), **given)
+        count = 8 + 4 * len(agents)
+        turns = [asyncio.create_task(_generate(service, f"r{n}", 5000)) for n in range(count)]
+        for guest in guests:
+            await guest.until("/_fake", lambda looked: looked["open"] == 4)
+        for agent, guest in zip(agents[1:], guests[1:], strict=True):
+            agent.silent = True
+            if doubted:
+                await guest.post("/_fake", {"epoch": "9"})
+        await asyncio.sleep(5.0)
+        said = await service.until("/v1/status", lambda s: len(s["silent_agents"]) == silent)
+        assert said["silent_agents"].keys() == {each["id"] for each in listed[1:]}
+        assert [each["agent"] for each in said["leases"]] == ["a0"]
+        looked = await guests[0].get("/_fake")
+        assert (looked["open"], looked["aborted"]) == (4, 0)
+        assert sum(call.startswith("take") for call in agents[0].calls) == 1
+        service.kill(signal.SIGTERM)
+        await asyncio.gather(*turns)
 
 
 async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(

@@ -104,7 +104,6 @@ class ClusterStops:
             self.faults.pop(agent, None)
         for stop in wrong:
             if not await self._tell(agent, stop):
-                # Leases of other agents wait for this one's answers.
                 break
 
     async def _tell_all(self, stop: Stop) -> None:

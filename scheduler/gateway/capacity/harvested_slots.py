@@ -5,8 +5,11 @@ A lease in hand becomes a guest in the fleet; a lease that ends takes its guest 
 
 import asyncio
 import logging
+import math
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -58,6 +61,11 @@ longest and shortest turns by itself."""
 
 # Between two looks when turns queue up: an agent answers in a millisecond.
 _LEAST_PERIOD_S = 0.1
+# A look waits this long for answers; a later answer counts at a later look.
+_ANSWER_S = 0.25
+
+_Calls = dict[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]
+"""Calls by their kind and the agent, slot or lease that they are about."""
 
 
 class Harvest:
@@ -91,6 +99,7 @@ class Harvest:
         self._refusals: list[SlotRefusal] = []
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
+        self._open: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self.budgets = BudgetAllotments(state, clock)
         self.stops = ClusterStops(state, agents)
@@ -113,28 +122,48 @@ class Harvest:
         """Something changed; look at once instead of at the next period."""
         self._wake.set()
 
+    @property
+    def slack_s(self) -> float:
+        """Least time that is left to use a lease; infinite without leases."""
+        ends = (lease.expires_s for lease in self.leases.values())
+        return min(ends, default=math.inf) - self._policy.margin_s - self._clock.now()
+
     async def run(self, *, period_s: float) -> None:
-        await self._adopt()
-        while True:
-            await self.look()
-            await asyncio.sleep(_LEAST_PERIOD_S)
-            try:
-                async with asyncio.timeout(period_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
+        now = asyncio.get_running_loop().time
+        try:
+            await self._adopt()
+            while True:
+                next_s = now() + period_s
+                await self.look()
+                await asyncio.sleep(_LEAST_PERIOD_S)
+                try:
+                    async with asyncio.timeout_at(min(next_s, now() + self.slack_s)):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+        finally:
+            for call in self._open.values():
+                call.cancel()
+            await asyncio.gather(*self._open.values(), return_exceptions=True)
 
     async def look(self) -> None:
-        """Takes a sample, decides, and applies the effects."""
+        """Takes a sample, decides, and applies the effects.
+
+        An agent that does not answer delays no decision about the leases of others for longer than
+        `_ANSWER_S`, and is not asked the same again meanwhile.
+        """
         for name in sorted(self.unrecorded):
             self._record(name)
         # Doubts that come while agents are asked are for the next look.
         doubted, self._doubted = self._doubted, set()
-        for name in sorted(doubted):
-            if (lease := self.leases.get(name)) is not None:
-                await self._renew(lease)
-        await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
+        calls: _Calls = {
+            ("renew", name): partial(self._renew, self.leases[name])
+            for name in sorted(doubted & self.leases.keys())
+        }
+        for agent in sorted(self._agents):
+            calls["offers", agent] = partial(self._refresh_offers, agent)
+        await self._ask(calls)
         demands = self._demands()
         # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.
         stopped = any(each.active and self._is_stopped(each.job) for each in demands)
@@ -162,7 +191,26 @@ class Harvest:
         now = self._clock.now()
         effects = self._policy.observe(sample, now=now)
         self._log.decided(now=now, sample=sample, effects=effects)
-        await asyncio.gather(*map(self._apply, effects))
+        self._end_leases(effects)
+        await self._ask({_call_of(effect): partial(self._apply, effect) for effect in effects})
+
+    async def _ask(self, calls: _Calls) -> None:
+        """Starts the calls that are not open already and waits for them for `_ANSWER_S`. Raises
+        what any call raised since the last time."""
+        self._raise_faults()
+        started = {
+            key: asyncio.create_task(call()) for key, call in calls.items() if key not in self._open
+        }
+        self._open |= started
+        if started:
+            await asyncio.wait(started.values(), timeout=_ANSWER_S)
+        self._raise_faults()
+
+    def _raise_faults(self) -> None:
+        for key, call in tuple(self._open.items()):
+            if call.done():
+                del self._open[key]
+                call.result()
 
     def _is_stopped(self, job: JobId) -> bool:
         return self.stops.order_for(self._tenant_of(job)) is not StopOrder.NONE
@@ -194,19 +242,23 @@ class Harvest:
             ReleaseLease(lease=lease.lease, agent=lease.agent, reason="shutting down")
             for lease in self.leases.values()
         ]
+        self._end_leases(effects)
         await asyncio.gather(*map(self._apply, effects))
 
     async def _adopt(self) -> None:
-        """Renew what an earlier process held; what its agent does not renew is forgotten.
-
-        All agents at once: waiting for one that is away must not outlast the others' leases.
-        """
+        """Renew what an earlier process held; what its agent does not renew is forgotten."""
         held: dict[str, list[Lease]] = {name: [] for name in self._agents}
         for lease in self._state.leases():
             self._record(lease.lease)
             if lease.agent in held:
                 held[lease.agent].append(lease)
-        await asyncio.gather(*(self._adopt_from(name, held[name]) for name in held if held[name]))
+        await self._ask(
+            {
+                ("offers", name): partial(self._adopt_from, name, leases)
+                for name, leases in held.items()
+                if leases
+            }
+        )
 
     async def _adopt_from(self, agent: str, leases: list[Lease]) -> None:
         await self._refresh_offers(agent)
@@ -236,7 +288,14 @@ class Harvest:
         self.budgets.report(offer for _, offer in fresh.values())
         self._fleet.review_contexts()
 
+    def _end_leases(self, effects: Iterable[CapacityEffect]) -> None:
+        """Stop using leases before their slots are free for others."""
+        for effect in effects:
+            if isinstance(effect, ReleaseLease | DropLease):
+                self._end(self.leases[effect.lease], effect.reason)
+
     async def _apply(self, effect: CapacityEffect) -> None:
+        """The agent's part of an effect."""
         try:
             match effect:
                 case TakeLease():
@@ -246,11 +305,7 @@ class Harvest:
                     if lease is not None:
                         await self._renew(lease)
                 case ReleaseLease():
-                    # Stop using it before its slot is free for another.
-                    self._end(self.leases[effect.lease], effect.reason)
                     await self._agents[effect.agent].release(effect.lease)
-                case DropLease():
-                    self._end(self.leases[effect.lease], effect.reason)
         except (Exhausted, PeerProtocolError) as error:
             self.silent_agents[effect.agent] = str(error)
 
@@ -285,6 +340,7 @@ class Harvest:
 
     async def _renew(self, lease: Lease) -> None:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
+        held = lease.lease in self.leases  # Not yet when it is adopted.
         try:
             offer = self._offer(lease.slot, lease.agent)
             reply = await self._agents[lease.agent].renew(
@@ -296,6 +352,8 @@ class Harvest:
         except (Exhausted, PeerProtocolError) as error:
             self.silent_agents[lease.agent] = str(error)
             return
+        if held and lease.lease not in self.leases:
+            return  # Its use ended while the answer was on its way.
         mismatch = lease.mismatch(reply)
         if mismatch:
             _log.warning("agent %s, slot %s: %s", lease.agent, lease.slot, mismatch)
@@ -382,6 +440,16 @@ class Harvest:
             concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
             numerics=settings.numerics if settings else "",
         )
+
+
+def _call_of(effect: CapacityEffect) -> tuple[str, str]:
+    match effect:
+        case TakeLease():
+            return "take", effect.slot
+        case RenewLease():
+            return "renew", effect.lease
+        case _:
+            return "end", effect.lease
 
 
 def _forecast_ratio(forecasts: tuple[IdleForecast, ...]) -> float | None:

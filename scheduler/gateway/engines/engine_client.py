@@ -79,6 +79,7 @@ class StageReply(NamedTuple):
     ready: bool
     fault: str = ""
     """Why the workers cannot prepare the version; empty if they can, or report nothing."""
+    late: bool = False
 
 
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
@@ -283,8 +284,9 @@ class EngineClient:
         given: dict[str, Any] = {"store": target.store, "version": target.version}
         given |= {} if adapter is None else {"adapter": adapter}
         call = {"method": WorkerMethod.STAGE, "kwargs": given}
+        limit = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with limit:
                 while True:
                     workers = await self._identity_client.of_workers(call, _STAGE)
                     states = {worker.state for worker in workers}
@@ -293,7 +295,7 @@ class EngineClient:
                         return StageReply(states == {"ready"}, next(faults, "")[:_MESSAGE_CHARS])
                     await asyncio.sleep(_STAGE_POLL_S)
         except _BROKEN:
-            return StageReply(ready=False)
+            return StageReply(ready=False, late=limit.expired())
 
     async def switch(
         self, target: HeldWeights, *, timeout_s: float, adapter: str | None = None

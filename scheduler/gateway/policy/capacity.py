@@ -147,6 +147,10 @@ class CapacityPolicy:
     def duration_s(self) -> float:
         return self._config.duration_s
 
+    @property
+    def margin_s(self) -> float:
+        return self._config.margin_s
+
     def observe(self, sample: CapacitySample, *, now: float) -> tuple[CapacityEffect, ...]:
         for refusal in sample.refusals:
             self._calls.pop(refusal.slot, None)

@@ -50,6 +50,10 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
         ({"jobs": []}, "jobs"),
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
         ({"capacity": {"duration": 5}}, "capacity: .*duration: .* mean 'duration_s'"),
+        (
+            {"agents": [{"id": "x", "url": "http://h:1"}], "capacity": {"duration_s": 3.0}},
+            "renewed after 1 s and given up 1 s before .* every 1 s, or raise capacity.duration_s",
+        ),
         ({"routing": {"queue_turns": "x"}}, "routing: .*queue_turns"),
         ({"jobs": [{"id": "a", "harvest": True}]}, r"jobs\.0\.harvest: .* mean 'harvesting'"),
         ({"answers": {"keep_s": -1}}, "answers.keep_s"),

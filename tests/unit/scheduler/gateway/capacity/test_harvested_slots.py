@@ -475,8 +475,11 @@ async def test_a_restart_takes_leases_over_while_another_agent_is_away() -> None
     async with asyncio.timeout(10.0):
         while second.held.keys() != set(SLOTS):  # noqa: ASYNC110 - a fact without an event
             await asyncio.sleep(0)
+        # Its first look comes while the other agent still says nothing: leases need renewals.
+        await adopting
     answers.set()
-    await adopting
+    await asyncio.sleep(0.01)
+    await second.looks()
     assert second.held.keys() == {"of-away", *SLOTS}
 
 
@@ -493,3 +496,94 @@ async def test_an_ended_lease_that_a_restart_finds_takes_no_guest_from_its_succe
     second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
     await second.harvest._adopt()
     assert len(second.harvest.leases) == len(second.fleet.guests) == len(SLOTS)
+
+
+def _two_nodes() -> tuple[Stage, asyncio.Event]:
+    """Agents with slots of their own. Until the event, `away` answers nothing that it does."""
+    stage, answers = Stage("away", "there"), asyncio.Event()
+    away = stage.agents["away"] = Agent(stage.clock, "away", slots=(SlotId("of-away"),))
+    offers, renew = away.offers, away.renew
+
+    async def offers_later() -> SlotOffers:
+        away.asked.append("offers")
+        reply = await offers()
+        await answers.wait()
+        return reply
+
+    async def renew_later(*args: Any, **kwargs: Any) -> LeaseGranted | LeaseEnded:
+        reply = await renew(*args, **kwargs)
+        await answers.wait()
+        return reply
+
+    away.offers, away.renew = offers_later, renew_later  # type: ignore[method-assign]
+    return stage, answers
+
+
+async def test_a_silent_agent_is_asked_once_and_delays_no_renewal_of_another() -> None:
+    stage, answers = _two_nodes()
+    answers.set()
+    await stage.looks()
+    answers.clear()
+    for _ in range(3):
+        await stage.looks(after_s=4.0)
+    asked = stage.agents["away"].asked
+    assert (asked.count("offers"), asked.count("renew")) == (2, 1)
+    assert {slot: lease.expires_s for slot, lease in stage.held.items()} == dict.fromkeys(
+        SLOTS, 22.0
+    )
+    assert EngineId("guest.of-away") not in stage.fleet.guests
+    answers.set()
+    await stage.looks()
+    await stage.looks()
+    assert asked.count("offers") == 3
+
+
+async def test_a_renewal_that_is_answered_after_its_lease_was_dropped_does_not_revive_it() -> None:
+    stage, answers = _two_nodes()
+    answers.set()
+    await stage.looks()
+    answers.clear()
+    await stage.looks(after_s=4.0)
+    await stage.looks(after_s=5.0)
+    assert SlotId("of-away") not in stage.held
+    assert stage.agents["away"].leases.live(SlotId("of-away")) is not None
+    answers.set()
+    await stage.looks()
+    assert SlotId("of-away") not in stage.held
+    assert EngineId("guest.of-away") not in stage.fleet.guests
+
+
+async def test_a_late_call_that_fails_unexpectedly_fails_the_next_look() -> None:
+    stage, answers = _two_nodes()
+
+    async def broken(agent: str, _stops: object) -> None:
+        if agent == "away":
+            raise ZeroDivisionError
+
+    stage.harvest.stops.agree = broken  # type: ignore[method-assign]
+    await stage.looks()
+    answers.set()
+    await asyncio.sleep(0.01)
+    with pytest.raises(ZeroDivisionError):
+        await stage.looks()
+
+
+async def test_a_gateway_looks_again_before_the_use_of_a_lease_must_end() -> None:
+    stage, answers = _two_nodes()
+    answers.set()
+    await stage.looks()
+    assert stage.harvest.slack_s == 9.0
+    stage.clock.at_s = 8.9
+    stage.harvest._adopt = stage.harvest.look  # type: ignore[method-assign]
+    answers.clear()
+    stage.agents["there"].lost = True
+    running = asyncio.create_task(stage.harvest.run(period_s=60.0))
+    async with asyncio.timeout(10.0):
+        while stage.agents["there"].asked.count("renew") < 2 * len(SLOTS):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        stage.clock.at_s = 9.0
+        while stage.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
