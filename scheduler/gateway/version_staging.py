@@ -77,19 +77,20 @@ class VersionStaging:
         """Why no dedicated engine can load the version; "" if one can, or there is none."""
         began_s, staging = self._clock.now(), self._staging(wanted, EngineKind.DEDICATED)
         try:
-            while late := [e for member, e in staging.items() if member.up and not e.done()]:
-                await asyncio.wait(late, timeout=_LOOK_S)
+            while waiting := [e for m, e in staging.items() if m.up and not e.done()]:
+                await asyncio.wait(waiting, timeout=_LOOK_S)
         finally:
             for each in staging.values():
                 each.cancel()
-        replies = {m.engine.engine: each.result() for m, each in staging.items() if each.done()}
+        # One that is lost, and may be back, is updated when it joins.
+        replies = {m.engine.engine: e.result() for m, e in staging.items() if m.up and e.done()}
         if replies and all(reply.fault for reply in replies.values()):
             return next(iter(replies.values())).fault
-        for engine, reply in replies.items():
-            if self._is_next(wanted) and not (reply.ready or reply.fault):
-                line = "engine %s switches unprepared: version %d of store %s, %.1f s waited"
-                waited_s = self._clock.now() - began_s
-                _log.warning(line, engine, wanted.version, wanted.store, waited_s)
+        late = [engine for engine, reply in replies.items() if not (reply.ready or reply.fault)]
+        for engine in late if self._is_next(wanted) else ():
+            line = "engine %s switches unprepared: version %d of store %s, %.1f s waited"
+            waited_s = self._clock.now() - began_s
+            _log.warning(line, engine, wanted.version, wanted.store, waited_s)
         return ""
 
     def _is_next(self, wanted: JobVersion) -> bool:

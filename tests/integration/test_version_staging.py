@@ -93,7 +93,9 @@ async def test_one_worker_s_fault_ends_the_wait_for_the_others() -> None:
         assert (await published)[0] == 200
 
 
-async def test_an_engine_that_is_lost_while_it_prepares_is_not_waited_for() -> None:
+async def test_an_engine_that_is_lost_while_it_prepares_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lost, good = engine(), engine()
     async with sampling(lost, good) as gateway:
         good.preparing = False
@@ -102,6 +104,7 @@ async def test_an_engine_that_is_lost_while_it_prepares_is_not_waited_for() -> N
         await gateway.sites[0].close()
         assert (await published)[0] == 200
         assert good.version == 2
+    assert "unprepared" not in caplog.text
 
 
 async def test_an_engine_that_hangs_while_it_prepares_is_not_waited_for(
@@ -136,6 +139,25 @@ async def test_a_publish_goes_on_without_its_caller_and_the_newest_in_line_is_ne
         assert (await newest)[0] == 200
         loads = fake.calls.count("/update_weights")
         assert (loads, fake.version) == (2, 4), "version 2 was served first"
+
+
+async def test_a_publish_behind_an_activation_that_takes_the_engines_prepares_nothing() -> None:
+    fake, jobs = engine(), [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(fake, jobs=jobs) as gateway:
+        assert (await gateway.publish(1))[0] == 200
+        fake.preparing = True
+        fake.staged.clear()
+        other = {"version": 7, "store": "other.store"}
+        assert (await gateway.post("/v1/jobs/other/versions", other))[0] == 200
+        activation = asyncio.create_task(gateway.post("/v1/jobs/other/activate", {}))
+        await gateway.until(lambda: fake.staged)
+        published = asyncio.create_task(gateway.publish(2))
+        await asyncio.sleep(0.1)
+        fake.preparing = False
+        assert (await activation)[0] == 200
+        status, reply = await published
+        assert (status, reply["active"]) == (200, False)
+        assert {version for _, version, _ in fake.staged} == {7}
 
 
 async def test_a_guest_that_switches_is_not_asked_to_prepare_the_version_again() -> None:
