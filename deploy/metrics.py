@@ -108,6 +108,12 @@ _GATEWAY = (
         "One engine's switch, from its last old token to serving again.",
     ),
     _gateway(
+        "version_staging_duration_seconds",
+        _HISTOGRAM,
+        "kind outcome",
+        "One engine's preparation of a version while it samples, by outcome.",
+    ),
+    _gateway(
         "service_misses",
         _GAUGE,
         "service part",

@@ -81,8 +81,8 @@ bounds the time without a token."""
 _REPLY_MAX_BYTES = 64 << 20
 _ERROR_MAX_BYTES = 4096
 _HUNG_S = 60.0
-_SWITCH_S = 150.0
-"""Every dedicated engine loads the version meanwhile."""
+_SWITCH_S = 450.0
+"""Every dedicated engine loads the version meanwhile: by default within 420 s."""
 
 
 _PIN_S = 60.0

@@ -52,6 +52,13 @@ class GatewayMetrics:
             buckets=_SWITCH_BUCKETS_S,
             registry=self.registry,
         )
+        self.staging_s = Histogram(
+            "scheduler_version_staging_duration_seconds",
+            "One engine's preparation of a version while it samples, by outcome.",
+            ["kind", "outcome"],
+            buckets=(*_SWITCH_BUCKETS_S, 300, 600, 1800),
+            registry=self.registry,
+        )
         self.service_budget = self._gauge(
             "service_misses",
             "Misses of 28 days: budget, spent, outstanding.",

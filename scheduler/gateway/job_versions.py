@@ -1,5 +1,6 @@
 """Versions that jobs publish, and which job the engines serve: recorded before the fleet moves."""
 
+import asyncio
 import logging
 import math
 import sqlite3
@@ -87,12 +88,16 @@ class JobVersions:
             self._fleet.observe(JobActivated(job=active))
 
     async def publish(self, published: VersionPublished) -> dict[EngineId, VersionSwitchState]:
-        """The engines, unless they serve another tenant's job.
+        """The engines, unless they serve another tenant's job. It goes on if the caller leaves,
+        as one does that announces the next version: engines may have prepared it for minutes.
 
         Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
         cannot be recorded: then nothing has moved. PeerProtocolError for a store that is not the
         job's.
         """
+        return await asyncio.shield(self._fleet.spawn(self._publish(published)))
+
+    async def _publish(self, published: VersionPublished) -> dict[EngineId, VersionSwitchState]:
         job, store, version = published.job, published.store, published.version
         self._check_store(job, store)
         policy, target = self._fleet.policy, JobVersion(job=job, store=store, version=version)
@@ -105,7 +110,8 @@ class JobVersions:
                 await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
             if self._takes_engines(job):
-                await self._staging.prepare(target, patience_s=SHOWN_S)
+                due = partial(self._takes_engines, job)
+                await self._staging.prepare(target, patience_s=SHOWN_S, is_due=due)
             self._check_store(job, store)  # Another tenant may have published it meanwhile.
             serves = self._takes_engines(job)
             new = target != policy.published(job)
@@ -135,8 +141,13 @@ class JobVersions:
         with self._logging_refusals(job, "activation"):
             check()
             prepared: JobVersion | None = None
+            until_s = self._clock.now() + self._staging.stage_s
             # Another version may be published meanwhile and is then served instead.
-            while (published := policy.published(job)) and published != prepared:
+            while (
+                (published := policy.published(job))
+                and published != prepared
+                and self._clock.now() < until_s
+            ):
                 await self._staging.prepare(published, patience_s=self._patience_s(job))
                 prepared = published
             check()  # Turns may have begun while engines prepared.

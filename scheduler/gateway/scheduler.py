@@ -133,10 +133,14 @@ class Scheduler:
             for job, ledger in self.ledgers.items()
         }
         self.harvest = self._make_harvest()
+        staging = VersionStaging(self.fleet, clock, stage_s=times.stage_s)
+        staging.on_staged = lambda member, outcome, seconds: self.metrics.staging_s.labels(
+            member.engine.kind, outcome
+        ).observe(seconds)
         self.versions = JobVersions(
             self.jobs,
             self.fleet,
-            VersionStaging(self.fleet, clock, stage_s=times.stage_s),
+            staging,
             state,
             clock,
             publish_s=times.publish_s,

@@ -148,9 +148,9 @@ class Timeouts(FrozenSettings):
     rejoin_s: Seconds = 2.0
     """Time that a turn goes on after its client has gone, and that its end is kept: the client may
     ask again under the same id."""
-    stage_s: Seconds = 60.0
-    """A publish waits this long for dedicated engines to prepare the version while they sample; one
-    that is not ready then prepares the rest while it is paused, within `update_s`."""
+    stage_s: Seconds = 300.0
+    """A switch waits this long for dedicated engines that still prepare its version while they
+    sample. Beyond it they prepare the rest while generation stands still, within `update_s`."""
     update_s: Seconds = 120.0
     """Time limit of one engine's version switch."""
     publish_s: Seconds = 120.0

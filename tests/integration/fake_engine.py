@@ -60,8 +60,8 @@ class FakeEngine:
         self.staged: list[list[Any]] = []
         self.stage_fault = ""
         """Why no version can be prepared; empty: one can."""
-        self.stages_on = False
-        """Whether no version is ever prepared to its end."""
+        self.preparing = False
+        """Whether preparations are under way: none is ready, and an update waits."""
         self.models: list[str | None] = []
         self.extra_args: list[dict[str, Any]] = []
         self.initialised = False
@@ -219,11 +219,14 @@ class FakeEngine:
     async def stage(self, body: dict[str, Any]) -> web.Response:
         """Ready on the second call; records the turns open at each call."""
         asked = [*body["kwargs"].values(), self.open]
-        known = not self.stages_on and any(seen[:2] == asked[:2] for seen in self.staged)
+        known = any(seen[:2] == asked[:2] for seen in self.staged)
         self.staged.append(asked)
+        running = [{"state": "running"}] * self.preparing
         if self.stage_fault:
             failed = {"state": "failed", "message": self.stage_fault}
-            return web.json_response({"results": [failed]})
+            return web.json_response({"results": [*running, failed]})
+        if running:
+            return web.json_response({"results": running})
         return web.json_response({"results": [{"state": "ready" if known else "running"}]})
 
     async def look(self, _request: web.Request) -> web.Response:
@@ -244,6 +247,8 @@ class FakeEngine:
         path = request.path
         body = await request.json() if request.can_read_body else {}
         self.calls.append(path + (f"?{request.query_string}" if request.query_string else ""))
+        while path == "/update_weights" and self.preparing:  # noqa: ASYNC110 - set by the test
+            await asyncio.sleep(0.01)
         fault = self._control(path, body)
         if path == self.replaced_after:
             self.replaced_after = ""

@@ -444,22 +444,6 @@ async def test_activations_that_no_engine_can_serve_hold_up_no_publish_of_anothe
         await asyncio.gather(*activations, return_exceptions=True)
 
 
-async def test_an_engine_is_waited_for_while_it_prepares_and_is_in_the_log_where_it_is_late(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fake = engine()
-    async with gateway_on(fake, timeouts={"stage_s": 0.5}) as gateway:
-        assert (await gateway.publish(1))[0] == 200
-        assert caplog.text == ""
-        fake.stages_on = True
-        publish = asyncio.create_task(gateway.publish(2))
-        await gateway.until(lambda: [store for store, *_ in fake.staged].count("job.store") > 4)
-        assert (await gateway.generate("t", 2))[0] == 200, "it goes on sampling"
-        assert (await publish)[0] == 200
-    assert "engines e0 prepare the rest of version 2 of store job.store" in caplog.text
-    assert "timeouts.stage_s" in caplog.text
-
-
 async def test_a_publish_that_is_overtaken_is_not_prepared_over_the_newer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

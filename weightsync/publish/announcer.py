@@ -24,8 +24,8 @@ from harvester.platform.loop_thread import LoopThread
 from harvester.platform.tls import Credentials
 
 _LOG = logging.getLogger(__name__)
-_SWITCH_S = 150.0
-"""A gateway answers when every dedicated engine serves the version."""
+_SWITCH_S = 450.0
+"""A gateway answers when every dedicated engine serves it: by default within 420 s."""
 _NO_ANSWER = "no answer yet"
 _ONCE = RetryLimits(attempts_max=1)
 _LIMITS = RetryLimits(give_up_s=inf, attempts_max=inf, first_wait_s=0.1, wait_max_s=10.0)

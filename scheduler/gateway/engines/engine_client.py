@@ -6,7 +6,7 @@ Measures nothing and decides nothing: each failure is an exception that names th
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -54,7 +54,11 @@ from scheduler.gateway.policy.trajectories import Attempt
 _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
-_STAGE_POLL_S = 0.02
+STAGE_SILENCE_S = 30.0
+"""Longest wait for one look at a preparation; an engine that is silent for longer may hang."""
+_STAGE_POLL_S, _STAGE_POLL_MAX_S, _STAGE_POLL_GROWTH = 0.02, 1.0, 1.05
+"""Waits between two looks at a preparation grow to a twentieth of its time: workers answer between
+steps."""
 _UNKNOWN_VERSION = (
     " and this gateway has no record of a version: publish the next one, give its state_file back, "
     "or restart the engine"
@@ -79,7 +83,6 @@ class StageReply(NamedTuple):
     ready: bool
     fault: str = ""
     """Why the workers cannot prepare the version; empty if they can, or report nothing."""
-    late: bool = False
 
 
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
@@ -275,27 +278,39 @@ class EngineClient:
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
     async def stage(
-        self, target: HeldWeights, *, timeout_s: float, adapter: str | None = None
+        self,
+        target: HeldWeights,
+        *,
+        timeout_s: float,
+        adapter: str | None = None,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> StageReply:
-        """Have the engine prepare a version while it samples.
+        """Have the engine prepare a version while it samples, and look until it is ready or
+        reports a fault, for as long as `goes_on`.
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
         given: dict[str, Any] = {"store": target.store, "version": target.version}
         given |= {} if adapter is None else {"adapter": adapter}
         call = {"method": WorkerMethod.STAGE, "kwargs": given}
-        limit = asyncio.timeout(timeout_s)
+        wait_s = _STAGE_POLL_S
         try:
-            async with limit:
-                while True:
-                    workers = await self._identity_client.of_workers(call, _STAGE)
-                    states = {worker.state for worker in workers}
-                    if "running" not in states:
-                        faults = (each.message for each in workers if each.state == "failed")
-                        return StageReply(states == {"ready"}, next(faults, "")[:_MESSAGE_CHARS])
-                    await asyncio.sleep(_STAGE_POLL_S)
+            async with asyncio.timeout(timeout_s):
+                while goes_on():
+                    # A connection that breaks once in minutes is no engine's end.
+                    with suppress(aiohttp.ClientError, ConnectionError):
+                        async with asyncio.timeout(STAGE_SILENCE_S):
+                            workers = await self._identity_client.of_workers(call, _STAGE)
+                        states = {worker.state for worker in workers}
+                        if "running" not in states or "failed" in states:
+                            faults = (each.message for each in workers if each.state == "failed")
+                            fault = next(faults, "")[:_MESSAGE_CHARS]
+                            return StageReply(states == {"ready"}, fault)
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(wait_s * _STAGE_POLL_GROWTH, _STAGE_POLL_MAX_S)
         except _BROKEN:
-            return StageReply(ready=False, late=limit.expired())
+            pass
+        return StageReply(ready=False)
 
     async def switch(
         self, target: HeldWeights, *, timeout_s: float, adapter: str | None = None
