@@ -90,7 +90,7 @@ PERMIT: list[tuple[str, Patch]] = [
     ("which came first", _set(PermitTable, "is_first", lambda self, *_: True)),
     ("is given again", _set(PermitTable, "next_epoch", lambda self: 1)),
     ("has orders after its end", _around(PermitTable, "holder", _held_beyond)),
-    ("no progress", _set(permits, "serve", lambda *_, **__: [])),
+    ("no progress", _set(permits, "start_jobs", lambda *_, **__: [])),
 ]
 
 

@@ -102,7 +102,11 @@ def test_a_crash_while_writing_costs_only_the_torn_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, lambda body: body["config"].update(duration_s=1.0), "line 1: configuration"),
+        (
+            1,
+            lambda body: body["config"].update(duration_s=1.0),
+            "line 1: the hash is not that of the configuration",
+        ),
         (3, lambda body: body["sample"].update(leases=7), "line 3: sample"),
     ],
 )

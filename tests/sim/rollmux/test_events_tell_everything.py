@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.determinism import events_digest
-from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.arms import arm_result, run_arm
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import RunResult, write_events
 from scheduler.sim.rollmux.workload import PAPER_WORLD, Drift, SimulatedJob, World, w1
@@ -76,7 +76,7 @@ def test_arrivals_phases_and_ends_give_the_kept_promises(told: Told) -> None:
         kept += ended_s - arrival["t"] <= arrival["slo"] * solo_s + 1e-3
     assert len(ended) == len(jobs) - run.counts.given_up
     world = _world(events)
-    assert kept == summary(jobs, run, world).kept
+    assert kept == arm_result(jobs, run, world).kept
     for one in jobs:
         if one.job.job in ended:
             assert alone[one.job.job][0] == pytest.approx(float(one.iterations_s(world).sum()))

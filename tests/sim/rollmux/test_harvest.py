@@ -11,7 +11,7 @@ from msgspec import structs
 from benchmarks.rollmux.harvest import HarvestResult, run_harvest
 from benchmarks.rollmux.lease_supply import LeaseSupply
 from scheduler.model import PhaseSpec
-from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
+from scheduler.sim.rollmux.arms import ARMS, arm_result, run_arm
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
@@ -47,7 +47,7 @@ def test_without_leases_in_force_the_run_equals_the_planner_s_without_leases(
     revoked = run_harvest(jobs, supply, record=True)
     assert revoked.run.ledger.events == without.ledger.events
     assert revoked.run.ledger.dollars == without.ledger.dollars
-    assert summary(jobs, revoked.run) == summary(jobs, without)
+    assert arm_result(jobs, revoked.run) == arm_result(jobs, without)
     assert revoked.slot_hours == 0.0
 
 
@@ -66,7 +66,7 @@ def test_leases_do_work_and_cost_what_they_were_held(
 def test_every_promise_is_kept_while_leases_come_and_go(
     jobs: list[SimulatedJob], often_revoked: HarvestResult
 ) -> None:
-    assert summary(jobs, often_revoked.run).kept == len(jobs)
+    assert arm_result(jobs, often_revoked.run).kept == len(jobs)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from harvester.contracts.errors import ConfigError
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.scenarios import Horizon
 from scheduler.rollmux.planner.verdicts import Hosting
-from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.arms import arm_result, run_arm
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
 
 LONGER = Horizon(scenarios=2, cycles=200.0)
@@ -82,7 +82,7 @@ def test_jobs_stay_where_the_hosting_has_them() -> None:
         nodes = {node for member in hosting.members for node in placed[jobs[member].job.job]}
         used = max(hosting.rollout).bit_length() + max(hosting.training).bit_length()
         assert len(nodes) == used
-    assert summary(jobs, run).jobs == len(jobs)
+    assert arm_result(jobs, run).jobs == len(jobs)
     assert PinnedPlanner(jobs, hostings).choose(jobs[0].job.job).delta_per_hour > 0.0
 
 

@@ -12,7 +12,7 @@ from benchmarks.rollmux.variants import (
     lognormal_curve,
 )
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, best_shape
-from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
+from scheduler.sim.rollmux.arms import ARMS, arm_result, run_arm
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, World, w1
 from tests.sim.rollmux.drawn_jobs import as_numbers
 
@@ -110,8 +110,8 @@ def test_alone_a_job_takes_its_cold_start_its_phases_and_its_syncs() -> None:
 @pytest.mark.parametrize("variant", ["slow_moves", "slow_starts", "own_tails"])
 def test_a_run_obeys_the_world_that_it_is_given(variant: str) -> None:
     few, world = w1(4, jobs=6), VARIANTS[variant].world
-    usual = summary(few, run_arm(ARMS["ours"], few, seed=4))
+    usual = arm_result(few, run_arm(ARMS["ours"], few, seed=4))
     changed = VARIANTS[variant].of(few, seed=4)
-    found = summary(changed, run_arm(ARMS["ours"], changed, seed=4, world=world), world)
+    found = arm_result(changed, run_arm(ARMS["ours"], changed, seed=4, world=world), world)
     assert found.jobs == usual.jobs
     assert found.dollars != usual.dollars
