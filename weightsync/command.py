@@ -85,7 +85,7 @@ def serve(
         typer.Option(
             min=0,
             help="Largest size of the deltas over several versions that are composed for readers "
-            "and kept, in memory or TMPDIR; 0 composes none.",
+            "and kept, in memory and TMPDIR; 0 composes none.",
         ),
     ] = 1 << 30,
 ) -> None:

@@ -10,14 +10,15 @@ import aiohttp
 from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.ids import JobId
+from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, SlotId
 from harvester.platform.http_kit import listen, serving
 from harvester.platform.tenants import Tenants
-from harvester.platform.tls import ServerTls
+from harvester.platform.tls import NO_CREDENTIALS, ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
+from scheduler.model import Engine, EngineKind, Lease
 from tests.integration.fake_engine import FakeEngine, next_token
 from tests.integration.openapi_replies import check_reply
 
@@ -90,6 +91,26 @@ class GatewayInProcess:
             return sum(len(turn.token_ids) >= count for turn in ledger.turns()) >= turns
 
         await self.until(has)
+
+    async def add_guest(self, guest: FakeEngine) -> EngineId:
+        """The fleet has a guest more, on a lease that lasts."""
+        site, name = Site(), EngineId("guest")
+        self.sites.append(site)
+        await site.serve(guest.app())
+        lease = Lease(
+            lease=LeaseId("l"),
+            slot=SlotId("s"),
+            agent="a",
+            job=JobId("job"),
+            epoch=Epoch(1),
+            expires_s=MonotonicClock().now() + 3600,
+        )
+        offered = Engine(
+            engine=name, kind=EngineKind.GUEST, url=site.url, concurrency=4, numerics=""
+        )
+        client = self.scheduler._engine_client(site.url, NO_CREDENTIALS)
+        self.scheduler.fleet.add(offered, client, lease=lease)
+        return name
 
     async def generate(
         self,

@@ -5,15 +5,10 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, SlotId
-from harvester.platform.tls import NO_CREDENTIALS
-from scheduler.model import Engine, EngineKind, Lease
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import (
     PROMPT,
     GatewayInProcess,
-    Site,
     continued,
     gateway_on,
 )
@@ -114,28 +109,11 @@ async def test_a_turn_that_cannot_move_says_so_and_ends_where_it_must() -> None:
 async def test_a_turn_that_cannot_move_begins_on_no_guest_that_joined_while_it_waited() -> None:
     guest = FakeEngine(step_s=0.002, epoch="1")
     async with gateway_on(engine()) as gateway:
-        site = Site()
-        gateway.sites.append(site)
-        await site.serve(guest.app())
         running = [asyncio.create_task(gateway.generate(f"r{n}", 100_000)) for n in range(8)]
         await gateway.until_tokens(2, turns=8)
         bound = asyncio.create_task(gateway.generate("bound", 4, sampling={"stop": ["never"]}))
         await gateway.until(lambda: gateway.scheduler.dispatcher.policy.queued_turns)
-        lease = Lease(
-            lease=LeaseId("l"),
-            slot=SlotId("s"),
-            agent="a",
-            job=JobId("job"),
-            epoch=Epoch(1),
-            expires_s=MonotonicClock().now() + 3600,
-        )
-        scheduler, place = gateway.scheduler, EngineId("guest")
-        offered = Engine(
-            engine=place, kind=EngineKind.GUEST, url=site.url, concurrency=4, numerics=""
-        )
-        scheduler.fleet.add(
-            offered, scheduler._engine_client(site.url, NO_CREDENTIALS), lease=lease
-        )
+        place = await gateway.add_guest(guest)
         assert (await gateway.generate("free", 4))[1]["spans"][0]["engine"] == place
         assert len(guest.extra_args) == 1, "the turn that has waited longer did not begin there"
         await gateway.post("/abort_requests", {"request_ids": [f"r{n}" for n in range(8)]})

@@ -7,13 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, SlotId
-from harvester.platform.tls import NO_CREDENTIALS
+from harvester.contracts.ids import JobId
 from scheduler.gateway.engines import engine_client
-from scheduler.model import Engine, EngineKind, Lease
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway_in_process import GatewayInProcess, Site, gateway_on
+from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
 
 ENDLESS = 100_000
 
@@ -163,23 +160,7 @@ async def test_a_publish_behind_an_activation_that_takes_the_engines_prepares_no
 async def test_a_guest_that_switches_is_not_asked_to_prepare_the_version_again() -> None:
     fake, guest = engine(), FakeEngine(step_s=0.002, epoch="1")
     async with sampling(fake) as gateway:
-        site = Site()
-        gateway.sites.append(site)
-        await site.serve(guest.app())
-        lease = Lease(
-            lease=LeaseId("l"),
-            slot=SlotId("s"),
-            agent="a",
-            job=JobId("job"),
-            epoch=Epoch(1),
-            expires_s=MonotonicClock().now() + 3600,
-        )
-        scheduler, place = gateway.scheduler, EngineId("guest")
-        offered = Engine(
-            engine=place, kind=EngineKind.GUEST, url=site.url, concurrency=4, numerics=""
-        )
-        client = scheduler._engine_client(site.url, NO_CREDENTIALS)
-        scheduler.fleet.add(offered, client, lease=lease)
+        await gateway.add_guest(guest)
         await gateway.until(lambda: guest.version == 1)
         guest.preparing, fake.preparing = True, False
         assert (await gateway.publish(2))[0] == 200, "a slow guest holds no version back"

@@ -229,7 +229,7 @@ class Harvest:
     def refused(self, member: Member) -> None:
         """Handles a guest's report that its lease is not the one in force.
 
-        A new grant reaches the guest a beat after its lease reached us, so this alone ends no
+        The guest may read a new grant later than its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.
         """
         self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
