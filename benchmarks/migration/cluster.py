@@ -19,7 +19,7 @@ from coserve.vllm.launch import EngineSpec, dedicated
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.policy.trajectories import Turn, TurnCounters
+from scheduler.gateway.policy.turn import Turn, TurnCounters
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.running_attempt import Cut, RunningAttempt

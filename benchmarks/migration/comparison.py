@@ -6,7 +6,7 @@ from typing import Any
 
 from scipy.stats import binomtest
 
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 
 _MOVED_SHARE = 0.8
 """Least share of planned moves. Moves of a whole reply fall on times, and some after its end; two

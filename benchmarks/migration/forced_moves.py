@@ -31,7 +31,7 @@ from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Sett
 from benchmarks.testbed.prerequisites import free_ports
 from scheduler.gateway import running_attempt
 from scheduler.gateway.fleet_member import Member
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 
 CONTEXT_TOKENS = 512
 

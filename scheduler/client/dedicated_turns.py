@@ -29,7 +29,8 @@ from scheduler.gateway.engines.engine_faults import (
 )
 from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.fleet_member import numerics_of
-from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
+from scheduler.gateway.policy.attempt import Attempt
+from scheduler.gateway.policy.turn import FINISHED, Turn
 
 _CONNECT_S = 2.0
 _STALL_S = 30.0

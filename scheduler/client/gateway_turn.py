@@ -13,7 +13,8 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
-from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.policy.attempt import Attempt
+from scheduler.gateway.policy.turn import Turn
 
 _ANOTHER = -1
 

@@ -48,7 +48,9 @@ from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.abort_routes import Aborted, FinishSession
 from scheduler.gateway.engines.stream import EngineChunk, EventStream
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
+from scheduler.gateway.policy.attempt import output_fields
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.requests import checked_trajectory, decode_generate
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.pressure import Pressure
 
 

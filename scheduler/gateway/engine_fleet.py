@@ -5,8 +5,6 @@ The shell around the version policy: it carries out quiesce, update and serve, a
 
 import asyncio
 import logging
-import math
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -32,18 +30,16 @@ from scheduler.gateway.policy.versions_events import (
     EngineJoined,
     EngineLeft,
     EngineUpdated,
-    JobVersion,
     QuiesceEngine,
     RefusePublish,
     Retarget,
     ServeEngine,
     SettlePublish,
-    TimePassed,
     UpdateEngine,
     VersionsEffect,
-    VersionsEvent,
 )
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.version_switching import VersionSwitching
 from scheduler.model import Engine, EngineKind, Lease
 
 T = TypeVar("T")
@@ -60,21 +56,20 @@ class EngineFleet:
         *,
         update_s: float,
         adapter_of: Callable[[JobId], str | None] = lambda _job: None,
+        on_served: Callable[[Member, float], None] = lambda _member, _seconds: None,
     ) -> None:
-        """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters."""
+        """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters.
+        `on_served`: called with the seconds that an engine's switch took."""
         self.policy = policy
+        self.switching = VersionSwitching(policy, log, clock, self._apply)
         self.members: dict[EngineId, Member] = {}
         self._dispatcher = dispatcher
-        self._log = log
         self._clock = clock
         self._update_s = update_s
         self.adapter_of = adapter_of
-        self._events: deque[VersionsEvent] = deque()
-        self._observing = False
+        self._on_served = on_served
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()
         self._parked: set[JobId] = set()
-        self.last_refusal = ""
         self._active_job: JobId | None = None
         self._served: tuple[JobId, WeightVersion] | None = None
         """Job and version of the last log line."""
@@ -82,9 +77,6 @@ class EngineFleet:
         self.leasable: Callable[[], Iterable[EngineDescription]] = tuple
         """Engines that may yet be leased."""
         dispatcher.on_forgotten = self._forgotten
-        self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
-        self.on_fault: Callable[[Exception], None] = lambda _error: None
-        """Called with an error of the policy, whose effects are lost with it."""
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it, also if it is in doubt."""
 
@@ -116,7 +108,7 @@ class EngineFleet:
         if not member.up:
             member.up, member.fault = True, ""
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
-            self.observe(joined)
+            self.switching.observe(joined)
             self.log_state(member)
 
     def log_state(self, member: Member) -> None:
@@ -151,7 +143,7 @@ class EngineFleet:
             member.updating = None
         if member.doubted is None:
             member.client.forget()
-        self.observe(EngineLeft(engine=member.engine.engine))
+        self.switching.observe(EngineLeft(engine=member.engine.engine))
         for running in tuple(member.running):
             running.cut(cut)
 
@@ -264,48 +256,7 @@ class EngineFleet:
     def ended(self, member: Member, running: RunningAttempt) -> None:
         member.running.discard(running)
         if member.quiesced_at_s is not None and member.up and not member.running:
-            self.observe(EngineEmptied(engine=member.engine.engine))
-
-    def observe(self, event: VersionsEvent) -> None:
-        """Effects may raise further events; they are taken one after another."""
-        self._events.append(event)
-        if self._observing:
-            return
-        self._observing = True
-        try:
-            while self._events:
-                sample, now = self._events.popleft(), self._clock.now()
-                effects = self._decided(sample, now)
-                if effects or not isinstance(sample, TimePassed):
-                    self._log.decided(now=now, sample=sample, effects=effects)
-                for effect in effects:
-                    self._apply(effect)
-        finally:
-            self._observing = False
-
-    def _decided(self, sample: VersionsEvent, now: float) -> tuple[VersionsEffect, ...]:
-        try:
-            return self.policy.observe(sample, now=now)
-        except Exception as error:
-            self.on_fault(error)
-            raise
-
-    async def settled(
-        self, target: JobVersion, *, timeout_s: float, patience_s: float = math.inf
-    ) -> bool:
-        """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
-        which another store of the same number does too, or all that do not serve it cannot load it
-        after `patience_s`."""
-        until_s = self._clock.now() + patience_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.policy.target == target and not self.policy.settled:
-                    if self.policy.failing and self._clock.now() >= until_s:
-                        return False
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return self.policy.target == target
+            self.switching.observe(EngineEmptied(engine=member.engine.engine))
 
     async def close(self) -> None:
         tasks = [*self._tasks]
@@ -324,7 +275,7 @@ class EngineFleet:
         match effect:
             case Retarget():
                 self._dispatcher.observe(effect)
-                self._wake_publishers()
+                self.switching.wake_publishers()
                 if effect.job != self._active_job:
                     _log.info("job %s is active, at version %d", effect.job, effect.version)
                 self._active_job = effect.job
@@ -336,12 +287,12 @@ class EngineFleet:
             case ServeEngine():
                 self._serve(self.members[effect.engine])
             case SettlePublish():
-                self._wake_publishers()
+                self.switching.wake_publishers()
                 if self._served != (served := (effect.job, effect.version)):
                     _log.info("job %s: version %d is served by all dedicated engines up", *served)
                 self._served = served
             case RefusePublish():
-                self.last_refusal = effect.reason
+                pass  # Its caller asked before.
 
     def _quiesce(self, member: Member, effect: QuiesceEngine) -> None:
         if member.quiesced_at_s is None:
@@ -357,7 +308,7 @@ class EngineFleet:
             elif effect.cut_exact:
                 running.cut(Cut.END)
         if not member.running:
-            self.observe(EngineEmptied(engine=effect.engine))
+            self.switching.observe(EngineEmptied(engine=effect.engine))
 
     async def _update(self, member: Member, effect: UpdateEngine) -> None:
         fault, died = "", False
@@ -391,7 +342,7 @@ class EngineFleet:
                 # A dead engine did not fail to load the version, and its identity is not judged.
                 self.down(member, fault)
             else:
-                self.observe(
+                self.switching.observe(
                     EngineUpdated(
                         engine=effect.engine,
                         job=effect.job,
@@ -401,7 +352,7 @@ class EngineFleet:
                     )
                 )
             if fault:
-                self._wake_publishers()
+                self.switching.wake_publishers()
             else:
                 self._end_clashes()
 
@@ -454,7 +405,7 @@ class EngineFleet:
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
-            self.on_served(member, self._clock.now() - began_s)
+            self._on_served(member, self._clock.now() - began_s)
         self._offer(member)
 
     def _offer(self, member: Member) -> None:
@@ -477,11 +428,6 @@ class EngineFleet:
                 idle_ratio=member.idle_ratio,
             )
         )
-
-    def _wake_publishers(self) -> None:
-        """Each task that waits in `settled` looks once."""
-        self._changed.set()
-        self._changed.clear()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)

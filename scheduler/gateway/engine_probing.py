@@ -31,7 +31,7 @@ class EngineProbing:
         """Bring engines that answer into the fleet and give failed updates their next try."""
         while True:
             await self._look()
-            self._fleet.observe(TimePassed())
+            self._fleet.switching.observe(TimePassed())
             await asyncio.sleep(period_s)
 
     async def _look(self) -> None:

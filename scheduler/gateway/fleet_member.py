@@ -10,7 +10,7 @@ from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescrip
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.policy.engine_health import EngineLog, FaultStreak, ForeignUpdates
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.model import Engine, EngineKind, Lease
 

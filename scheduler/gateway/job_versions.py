@@ -80,12 +80,12 @@ class JobVersions:
         # target.
         for job, facts in sorted(stored.items(), key=lambda item: item[0] != active):
             if job in self._jobs and facts.published.version:
-                self._fleet.observe(facts.published)
+                self._fleet.switching.observe(facts.published)
         for job, given in self._jobs.items():
             line = "job %s of tenant %s is registered, at version %d"
             _log.info(line, job, given.tenant, self.newest(job))
         if active is not None:
-            self._fleet.observe(JobActivated(job=active))
+            self._fleet.switching.observe(JobActivated(job=active))
 
     async def publish(self, published: VersionPublished) -> dict[EngineId, VersionSwitchState]:
         """The engines, unless they serve another tenant's job. It goes on if the caller leaves,
@@ -183,24 +183,25 @@ class JobVersions:
 
     def _observe(self, event: VersionPublished | JobActivated, record: Callable[[], None]) -> None:
         """Recorded before the fleet moves. Raises Stale, and Exhausted if it cannot be recorded."""
-        if not self._fleet.policy.refusal(event):
+        if not (refusal := self._fleet.policy.refusal(event)):
             try:
                 record()
             except sqlite3.Error as error:
                 raise Exhausted(
                     f"nothing was changed: state_file cannot be written: {error}"
                 ) from error
-        self._fleet.last_refusal = ""
-        self._fleet.observe(event)
-        if self._fleet.last_refusal:
-            raise Stale(self._fleet.last_refusal)
+        self._fleet.switching.observe(event)
+        if refusal:
+            raise Stale(refusal)
 
     def _patience_s(self, job: JobId) -> float:
         """Time for which the job's newest version may yet come to be seen by engines."""
         return self._announced_s.get(job, -math.inf) + SHOWN_S - self._clock.now()
 
     async def _settle(self, target: JobVersion, *, patience_s: float) -> None:
-        if not await self._fleet.settled(target, timeout_s=self._publish_s, patience_s=patience_s):
+        if not await self._fleet.switching.settled(
+            target, timeout_s=self._publish_s, patience_s=patience_s
+        ):
             states = self._fleet.policy.switch_states(target.job, target.version)
             late = [
                 f"engine {engine} is catching up"

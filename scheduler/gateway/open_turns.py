@@ -23,7 +23,8 @@ from harvester.contracts.ids import TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest
 from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
+from scheduler.gateway.policy.turn import Turn, turn_key
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.model import BASE_VERSION
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)

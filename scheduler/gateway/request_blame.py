@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from harvester.contracts.ids import EngineId
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, RequestOnEngine
 from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.running_attempt import RunningAttempt, suspected_as
 
 

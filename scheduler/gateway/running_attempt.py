@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from scheduler.gateway.policy.course import TurnCourse
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 
 TOGETHER_S = 0.1
 """Time that tokens of a whole reply may wait to be read together, in s: a read costs as much as

@@ -15,7 +15,7 @@ from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
 from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.open_turns import ClientRequest, Listen
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 
 _SEED_BOUND = 1 << 63
 _Begin: TypeAlias = "Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]"

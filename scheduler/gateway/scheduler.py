@@ -41,12 +41,13 @@ from scheduler.gateway.policy.routing_events import (
     RoutingConfig,
     TrajectoryEnded,
 )
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
+from scheduler.gateway.policy.turn import Turn, turn_key
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
-from scheduler.gateway.turns import TurnRunner
+from scheduler.gateway.turn_runner import TurnRunner
 from scheduler.gateway.version_staging import VersionStaging
 from scheduler.model import Engine, EngineKind
 
@@ -101,11 +102,14 @@ class Scheduler:
             clock,
             update_s=times.update_s,
             adapter_of=lambda job: self.jobs[job].adapter,
+            on_served=lambda member, seconds: self.metrics.switch_s.labels(
+                member.engine.kind
+            ).observe(seconds),
         )
         self.dispatcher.waits_for_permit = lambda job: not self.fleet.may_use_dedicated(job)
-        self.fleet.on_served = lambda member, seconds: self.metrics.switch_s.labels(
-            member.engine.kind
-        ).observe(seconds)
+        self.harvest = self._make_harvest()
+        self.fleet.leasable = self.harvest.leasable
+        self.dispatcher.on_queued = self.harvest.wake
         self.probing = EngineProbing(self.fleet, clock)
         self.runner = TurnRunner(
             self.fleet,
@@ -114,10 +118,11 @@ class Scheduler:
             clock,
             timeouts=times,
             max_attempts=settings.max_attempts,
+            returns_partial=self._returns_partial,
+            on_interrupted=self._count_interruption,
+            on_left=self._count_tokens,
+            on_lease_refused=self.harvest.refused,
         )
-        self.runner.on_left = self._count_tokens
-        self.runner.returns_partial = self._returns_partial
-        self.runner.on_interrupted = self._count_interruption
         self.pauses = PauseControl(self.fleet, self.dispatcher)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
@@ -132,11 +137,14 @@ class Scheduler:
             )
             for job, ledger in self.ledgers.items()
         }
-        self.harvest = self._make_harvest()
-        staging = VersionStaging(self.fleet, clock, stage_s=times.stage_s)
-        staging.on_staged = lambda member, outcome, seconds: self.metrics.staging_s.labels(
-            member.engine.kind, outcome
-        ).observe(seconds)
+        staging = VersionStaging(
+            self.fleet,
+            clock,
+            stage_s=times.stage_s,
+            on_staged=lambda member, outcome, seconds: self.metrics.staging_s.labels(
+                member.engine.kind, outcome
+            ).observe(seconds),
+        )
         self.versions = JobVersions(
             self.jobs,
             self.fleet,
@@ -148,9 +156,6 @@ class Scheduler:
             on_other_run=self._end_run,
         )
         self.dispatcher.fault_for = lambda job: next(iter(self.versions.faults(job)), "")
-        self.fleet.leasable = self.harvest.leasable
-        self.dispatcher.on_queued = self.harvest.wake
-        self.runner.on_lease_refused = self.harvest.refused
 
     def _make_harvest(self) -> Harvest:
         settings = self.settings
@@ -256,7 +261,7 @@ class Scheduler:
             if not fault.done():
                 fault.set_exception(error)
 
-        self.dispatcher.on_fault = self.fleet.on_fault = fail
+        self.dispatcher.on_fault = self.fleet.switching.on_fault = fail
         await fault
 
     async def failed(self) -> None:

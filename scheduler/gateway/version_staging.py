@@ -26,15 +26,23 @@ class VersionStaging:
     """Stages one version at a time: an engine keeps only its last preparation, and ends one that
     runs before it begins the next."""
 
-    def __init__(self, fleet: EngineFleet, clock: Clock, *, stage_s: float) -> None:
-        """`stage_s`: longest wait for engines that prepare a version while they sample."""
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        clock: Clock,
+        *,
+        stage_s: float,
+        on_staged: Callable[[Member, str, float], None],
+    ) -> None:
+        """`stage_s`: longest wait for engines that prepare a version while they sample.
+        `on_staged`: called with an engine's outcome and its seconds."""
         self._fleet = fleet
         self._clock = clock
         self.stage_s = stage_s
         self._lock = asyncio.Lock()
         self._in_line: list[JobVersion] = []
         """Versions whose preparation has not begun."""
-        self.on_staged: Callable[[Member, str, float], None] = lambda _member, _outcome, _s: None
+        self._on_staged = on_staged
 
     async def prepare(
         self, target: JobVersion, *, patience_s: float, is_due: Callable[[], bool] = lambda: True
@@ -120,5 +128,5 @@ class VersionStaging:
             goes_on=lambda: member.up and self._is_next(target),
         )
         outcome = "ready" if reply.ready else "failed" if reply.fault else "late"
-        self.on_staged(member, outcome, self._clock.now() - began_s)
+        self._on_staged(member, outcome, self._clock.now() - began_s)
         return reply

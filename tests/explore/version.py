@@ -27,6 +27,7 @@ from harvester.contracts.wire.rollouts import (
 )
 from scheduler.gateway.dispatch import arrival
 from scheduler.gateway.engines.identity import Change, change_between
+from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -38,7 +39,7 @@ from scheduler.gateway.policy.routing_events import (
     RoutingEvent,
     TurnLeft,
 )
-from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnCounters
+from scheduler.gateway.policy.turn import Turn, TurnCounters
 from scheduler.gateway.policy.versions import EngineState, VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,

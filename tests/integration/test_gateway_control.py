@@ -370,7 +370,7 @@ async def test_an_activation_says_at_once_what_keeps_engines_from_the_version_in
         assert (await gateway.status())["active_job"] == "job"
         assert "e0: " not in reply["error"]
         fakes[1].fail_updates = 0
-        gateway.scheduler.fleet.observe(TimePassed())
+        gateway.scheduler.fleet.switching.observe(TimePassed())
         late.cancel()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.stall_watch import WATCH_S
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on

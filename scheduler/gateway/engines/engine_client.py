@@ -49,7 +49,7 @@ from scheduler.gateway.engines.identity import (
 )
 from scheduler.gateway.engines.stream import MAX_EVENT_BYTES, EngineChoice, EngineChunk, EventStream
 from scheduler.gateway.loop_share import AT_ONCE, LoopShare
-from scheduler.gateway.policy.trajectories import Attempt
+from scheduler.gateway.policy.attempt import Attempt
 
 _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"

@@ -5,7 +5,8 @@ import math
 from harvester.contracts.wire.rollouts import TokenLogprob
 from scheduler.gateway.engines.engine_faults import EngineLost
 from scheduler.gateway.engines.stream import EngineChoice
-from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
+from scheduler.gateway.policy.attempt import Attempt
+from scheduler.gateway.policy.turn import FINISHED, Turn
 
 _UNFINISHED = frozenset(("abort", "error"))
 """Finish reasons of an attempt whose turn goes on."""

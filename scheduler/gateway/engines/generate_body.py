@@ -12,7 +12,7 @@ from harvester.contracts.wire.rollouts import (
     TRAJECTORY_ARGUMENT,
     SamplingParams,
 )
-from scheduler.gateway.policy.trajectories import Attempt
+from scheduler.gateway.policy.attempt import Attempt
 
 
 def generate_body(

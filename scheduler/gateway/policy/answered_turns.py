@@ -15,7 +15,7 @@ import msgspec
 
 from harvester.contracts.ids import TenantId
 from harvester.contracts.wire.rollouts import GenerateRequest
-from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.policy.turn import Turn
 
 _ID_BYTES = 40
 """Memory of a token id in a tuple, in bytes."""

@@ -25,7 +25,7 @@ from scheduler.gateway.engines.engine_connections import (
     EngineConnections,
     StreamedReply,
 )
-from scheduler.gateway.policy.trajectories import TurnLedger
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from tests.certificates import Authority
 
 TWO = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Named: Engine\r\n\r\nok"

@@ -17,7 +17,8 @@ from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.engines.identity import Change, HeldWeights
 from scheduler.gateway.engines.stream import EngineChoice
-from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
+from scheduler.gateway.policy.attempt import Attempt
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 PROMPT = tuple(range(3, 19))
 

@@ -10,7 +10,7 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.engines.generate_body import generate_body
 from scheduler.gateway.engines.stream import EventStream
-from scheduler.gateway.policy.trajectories import TurnLedger
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.requests import REFUSED_FIELDS, REFUSED_SAMPLING_FIELDS
 from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 

@@ -11,7 +11,8 @@ from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Sam
 from harvester.platform.backoff import Interrupted
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.gateway.engines.stream import EngineChunk, EventStream
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 PROMPT = (7, 8, 9)
 

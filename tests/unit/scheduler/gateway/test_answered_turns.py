@@ -13,7 +13,8 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns, size_of
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 LEDGER = TurnLedger(JobId("job"))
 ALICE, BOB = TenantId("alice"), TenantId("bob")

@@ -22,7 +22,7 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway import turns as turns_module
+from scheduler.gateway import attempt_runner
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
@@ -35,6 +35,7 @@ from scheduler.gateway.engines.engine_faults import (
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.engines.stream import EngineChoice, _Logprobs
 from scheduler.gateway.policy import repeated_deaths
+from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
     COMMON_CAUSE_S,
@@ -47,11 +48,12 @@ from scheduler.gateway.policy.blame import (
 )
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
-from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnLedger
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated
 from scheduler.gateway.settings import Timeouts
-from scheduler.gateway.turns import TurnRunner
+from scheduler.gateway.turn_runner import TurnRunner
 from scheduler.model import Engine, EngineKind
 
 JOB = JobId("job")
@@ -399,7 +401,7 @@ class Cluster:
             )
             given: Any = client
             self.members.append(self.fleet.add(engine, given))
-        self.fleet.observe(JobActivated(job=JOB))
+        self.fleet.switching.observe(JobActivated(job=JOB))
 
     async def serve(
         self, name: str, prompt: tuple[int, ...], tokens: int
@@ -511,7 +513,7 @@ def test_streams_that_break_and_engines_that_are_silent_cost_no_turn(
     engines: int, others: int, unanswered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often: none of the engines dies."""
-    monkeypatch.setattr(turns_module, "_ABORTED_PAUSE_S", 0.0)
+    monkeypatch.setattr(attempt_runner, "_ABORTED_PAUSE_S", 0.0)
     monkeypatch.setattr(repeated_deaths, "HELD_S", 0.0)
 
     async def case() -> None:

@@ -11,7 +11,9 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.gateway.engines.generate_body import generate_body
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
+from scheduler.gateway.policy.attempt import output_fields
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 
 def turn(**sampling) -> Turn:

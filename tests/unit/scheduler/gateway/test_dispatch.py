@@ -19,7 +19,8 @@ from scheduler.gateway.policy.routing_events import (
     RoutingConfig,
     TurnLeft,
 )
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
 

@@ -18,7 +18,7 @@ from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
-from scheduler.gateway.policy.trajectories import TurnLedger
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     JobActivated,
@@ -92,17 +92,17 @@ def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind)
 
 async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_still_served() -> None:
     fleet = _fleet(VirtualClock())
-    fleet.observe(JobActivated(job=JOB))
+    fleet.switching.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(_version(0), timeout_s=5)
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
 
     placed_at, first = WeightVersion(0), _running()
     assert fleet.began(ENGINE, first, placed_at) is member
     fleet.ended(member, first)
 
-    fleet.observe(VersionPublished(job=JOB, store="s", version=WeightVersion(1)))
+    fleet.switching.observe(VersionPublished(job=JOB, store="s", version=WeightVersion(1)))
     assert fleet.began(ENGINE, _running(), placed_at) is None
-    assert await fleet.settled(_version(1), timeout_s=5)
+    assert await fleet.switching.settled(_version(1), timeout_s=5)
     assert fleet.began(ENGINE, _running(), placed_at) is None
     assert not member.running
     assert fleet.began(ENGINE, _running(), WeightVersion(1)) is member
@@ -115,12 +115,12 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
 ):
     fleet, lost = _fleet(VirtualClock()), []
     fleet.on_lost = lambda member, _fault: lost.append(member)
-    fleet.observe(JobActivated(job=JOB))
+    fleet.switching.observe(JobActivated(job=JOB))
     guest = _joined(
         fleet, Client(EngineDescription(vocabulary=32)), EngineId("g0"), EngineKind.GUEST
     )
     first = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(_version(0), timeout_s=5)
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
     await asyncio.gather(*fleet._tasks)
     running = _running()
     assert fleet.began(EngineId("g0"), running, WeightVersion(0)) is guest
@@ -138,10 +138,10 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
 
 async def test_an_engine_that_is_refused_bounds_no_request_and_one_that_is_down_does() -> None:
     fleet = _fleet(VirtualClock())
-    fleet.observe(JobActivated(job=JOB))
+    fleet.switching.observe(JobActivated(job=JOB))
     good = EngineDescription(vocabulary=256, context_tokens=128, model="policy")
     serving = _joined(fleet, Client(good), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(_version(0), timeout_s=5)
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
     other = EngineDescription(vocabulary=10, context_tokens=4096, model="another")
     client = Client(other)
     refused = _joined(fleet, client, EngineId("e1"), EngineKind.DEDICATED)
@@ -169,14 +169,14 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
 ) -> None:
     clock = VirtualClock()
     fleet = _fleet(clock)
-    fleet.observe(JobActivated(job=JOB))
+    fleet.switching.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(fault=RuntimeError("a bug")), ENGINE, EngineKind.DEDICATED)
-    assert not await fleet.settled(_version(0), timeout_s=0.05)
+    assert not await fleet.switching.settled(_version(0), timeout_s=0.05)
     assert member.fault == "RuntimeError: a bug"
     assert "a bug" in caplog.text
     clock.advance_to(60.0)
-    fleet.observe(TimePassed())
-    assert await fleet.settled(_version(0), timeout_s=5)
+    fleet.switching.observe(TimePassed())
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
     await fleet.close()
     await asyncio.sleep(0)
 
@@ -184,9 +184,9 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
 async def test_a_timeout_beside_a_late_event_loop_is_no_engine_s_silence() -> None:
     clock = VirtualClock()
     fleet = _fleet(clock)
-    fleet.observe(JobActivated(job=JOB))
+    fleet.switching.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(_version(0), timeout_s=5)
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
     silent, probing = EngineUnreachable("TimeoutError", Change.NONE), EngineProbing(fleet, clock)
     clock.advance_to(10.0)
     probing.was_late()

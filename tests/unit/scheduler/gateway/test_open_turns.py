@@ -9,7 +9,8 @@ from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Sam
 from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 from tests.virtual_clock import VirtualClock
 
 

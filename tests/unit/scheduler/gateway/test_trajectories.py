@@ -15,7 +15,9 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
     VersionPin,
 )
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, continued_seed
+from scheduler.gateway.policy.attempt import continued_seed
+from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 JOB = JobId("job")
 

@@ -10,7 +10,7 @@ from scheduler.gateway.engines.engine_faults import EngineLost
 from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.stream import EngineChoice, _Logprobs
 from scheduler.gateway.policy.prompts import Prompt
-from scheduler.gateway.policy.trajectories import Turn, TurnCounters
+from scheduler.gateway.policy.turn import Turn, TurnCounters
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind

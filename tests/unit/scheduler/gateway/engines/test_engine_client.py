@@ -14,7 +14,7 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import EngineBusy, EngineUnreachable
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.policy.trajectories import TurnLedger
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 
 class NoConnection:

@@ -5,7 +5,7 @@ from typing import Any
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.engines.generate_body import generate_body
-from scheduler.gateway.policy.trajectories import TurnLedger
+from scheduler.gateway.policy.turn_ledger import TurnLedger
 
 
 def body(

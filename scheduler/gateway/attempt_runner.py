@@ -1,4 +1,4 @@
-"""Carries one turn to its end: from engine to engine until it has ended, cancelled or lost.
+"""One attempt of a turn on one engine: its stream, and what its end means for turn and engine.
 
 Every failure has an owner: a refusal the request, a broken stream the engine; an abort for lack of
 slack or of a lease has none.
@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Stale
-from harvester.contracts.ids import EngineId, Epoch
+from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
 from scheduler.gateway.engine_fleet import EngineFleet
@@ -31,197 +31,53 @@ from scheduler.gateway.engines.engine_faults import (
 from scheduler.gateway.engines.engine_output import ROUNDED_LOGPROB, accepted, check_finish
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
-from scheduler.gateway.policy.routing_events import (
-    DispatchTurn,
-    Refusal,
-    RefuseTurn,
-    TurnCleared,
-    TurnLeft,
-)
-from scheduler.gateway.policy.trajectories import (
-    FINISHED,
-    Attempt,
-    Turn,
-    output_fields,
-    reasoning_fields,
-)
+from scheduler.gateway.policy.routing_events import DispatchTurn, TurnCleared, TurnLeft
+from scheduler.gateway.policy.turn import FINISHED, Turn
 from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
-from scheduler.gateway.stall_watch import WATCH_S, StallWatch
 from scheduler.model import EngineKind
 
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
 _ABORTED_PAUSE_S = 0.25
-_UNFIT_S = 5.0
-"""A turn that counts output looks this often for engines that may serve it."""
 
 
-class TurnRunner:
+class AttemptRunner:
     def __init__(
         self,
         fleet: EngineFleet,
         probing: EngineProbing,
         dispatcher: Dispatcher,
+        blame: RequestBlame,
+        first_tokens: FirstTokens,
         clock: Clock,
         *,
         timeouts: Timeouts,
-        max_attempts: int,
+        on_left: Callable[[Turn, Member, int], None],
+        on_lease_refused: Callable[[Member], None],
     ) -> None:
+        """`on_left`: called with an attempt's tokens when it has ended. `first_tokens`: those of
+        dedicated engines only, since a guest's gate may be closed before one."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
+        self._blame = blame
+        self._first_tokens = first_tokens
         self._clock = clock
         self._timeouts = timeouts
-        self._max_attempts = max_attempts
-        self._closing = False
+        self._on_left = on_left
+        self._on_lease_refused = on_lease_refused
         silences_s = (
             *(timeouts.stall_s, timeouts.guest_stall_s),
             *(timeouts.guest_tail_stall_s, timeouts.silence_s),
         )
         self._together_s = min(silences_s) / 10
-        self._first_tokens = FirstTokens()
-        """First-token times of dedicated engines only: a guest's gate may be closed before one."""
-        self.blame = RequestBlame()
-        self.stalls = StallWatch(fleet, probing, dispatcher, clock, timeouts, self._first_tokens)
-        self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
-        """Called with an attempt's tokens when it has ended."""
-        self.returns_partial: Callable[[Turn], bool] = lambda _turn: False
-        """Whether a turn that is interrupted after its first token ends there."""
-        self.on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None
-        """Called with the cause for each turn that has tokens and loses its engine."""
-        self.on_lease_refused: Callable[[Member], None] = lambda _member: None
-        fleet.on_lost = self._engine_lost
-        probing.on_proved = self._engine_proved
 
-    async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
-        """Serve the turn to its end. Returns a refusal only before the first token.
-
-        Raises RequestRefused if an engine rejects the request before any token.
-        """
-        wait_s = turn.request.weight_version.wait_s
-        patience_s = self._timeouts.pin_s if wait_s is None else wait_s
-        course = TurnCourse(pin_until_s=self._clock.now() + patience_s)
-        while not turn.ended:
-            if self._closing:
-                turn.end(FinishReason.ABORT)
-                return None
-            now = self._clock.now()
-            if (refused := self._given_up(turn, course, now)) is not None:
-                return None if turn.token_ids else refused
-            placed = await self._place(turn, course, now)
-            if placed is None:
-                continue
-            if isinstance(placed, RefuseTurn):
-                turn.fault = placed.reason
-                turn.refuse()
-                return None if turn.token_ids else placed
-            try:
-                await self._attempt(turn, placed, course, on_tokens)
-            except RequestRefused as error:
-                turn.fail(str(error))
-                if not turn.token_ids:
-                    raise
-            if course.interruption and turn.token_ids and not turn.ended:
-                self.on_interrupted(turn, course.interruption)
-                if self.returns_partial(turn):
-                    turn.fault = f"interrupted ({course.interruption}): {course.why}"
-                    turn.end(FinishReason.ABORT)
-        return None
-
-    def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
-        """Ends a turn that is not to be tried again."""
-        if reason := self.blame.quarantined(turn, now):
-            turn.fail(reason)
-            return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
-        if turn.token_ids and turn.counts_output and self._nowhere(turn):
-            turn.immovable = output_fields(turn.request.sampling_params)
-            turn.fault = (
-                f"its sampling counts output ({', '.join(turn.immovable)}), and no engine that is "
-                "left goes on from it"
-            )
-            turn.end(FinishReason.ABORT)
-            return RefuseTurn(turn=turn.key, refusal=Refusal.UNSERVED, reason=turn.fault)
-        stuck_s = self._timeouts.stuck_s
-        reason = course.given_up(max_deaths=self._max_attempts, stuck_s=stuck_s, now=now)
-        if not reason:
-            return None
-        turn.fault = reason
-        if turn.token_ids:
-            turn.end(FinishReason.ABORT, lost=True)
-        else:
-            turn.refuse()
-        return RefuseTurn(turn=turn.key, refusal=Refusal.UNSERVED, reason=reason)
-
-    async def _place(
-        self, turn: Turn, course: TurnCourse, now: float
-    ) -> DispatchTurn | RefuseTurn | None:
-        """The turn's placement, or None to review the turn again. `now`: the time of its review; a
-        verdict that falls due after it delays the turn until the next review."""
-        course.suspect = suspect = self.blame.tried_apart(turn, now)
-        if wait_s := self.blame.verdict_in_s(turn, now):
-            await asyncio.sleep(min(wait_s, WATCH_S))
-            return None
-        avoid = self._shunned(suspect, now) | course.avoids(now=now)
-        # Looked at again soon: an engine may be described by then, or another one be there.
-        unfit = unfit_for(turn, self._fleet.members) | course.too_short
-        avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
-        placed = await self._dispatcher.place(
-            turn,
-            resumed=course.resumed,
-            wait=course.wait,
-            suspect=suspect,
-            avoid=tuple(sorted(avoid)),
-            unfit=unfit,
-            until_s=min(avoid.values(), default=math.inf),
-            pin_until_s=course.pin_until_s,
-        )
-        # A request of the same content may have failed engines while this one waited.
-        now = self._clock.now()
-        unforeseen = self.blame.suspected(turn, now) and not suspect
-        held = self.blame.quarantined(turn, now) or unforeseen or self.blame.verdict_in_s(turn, now)
-        if isinstance(placed, DispatchTurn) and held:
-            self._dispatcher.observe(TurnLeft(turn=turn.key))
-            return None
-        return placed
-
-    def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
-        """Engines that the suspect avoids, while there is another engine."""
-        shunned = self.blame.policy.shunned(suspect, now=now)
-        up = {engine for engine, member in self._fleet.members.items() if member.up}
-        return shunned if up - shunned.keys() else {}
-
-    def _nowhere(self, turn: Turn) -> bool:
-        """Whether every engine is known and none goes on from output. Guests may come back."""
-        members = self._fleet.members.values()
-        known = all(member.description is not None for member in members)
-        return bool(members) and known and len(unfit_for(turn, self._fleet.members)) == len(members)
-
-    def _engine_lost(self, member: Member, fault: str) -> None:
-        self.blame.died(
-            member.engine.engine,
-            member.lost(),
-            fault,
-            proven=member.doubted is None,
-            usual_first_token_s=self._first_tokens.usual_s,
-            now=self._clock.now(),
-        )
-
-    def _engine_proved(self, member: Member, lost: tuple[RunningAttempt, ...], dead: bool) -> None:
-        self.blame.proved(member.engine.engine, lost, dead=dead, now=self._clock.now())
-
-    def close(self) -> None:
-        """End every turn with its tokens so far."""
-        self._closing = True
-        self._dispatcher.close()
-        for member in self._fleet.members.values():
-            for running in tuple(member.running):
-                running.cut(Cut.END)
-
-    async def _attempt(
+    async def run(
         self,
         turn: Turn,
         placed: DispatchTurn,
@@ -231,7 +87,7 @@ class TurnRunner:
         """One attempt on one engine."""
         now, engine = self._clock.now(), placed.engine
         running = RunningAttempt(
-            turn, began_s=now, chunk_at_s=now, course=course, trial=self.blame.suspected(turn, now)
+            turn, began_s=now, chunk_at_s=now, course=course, trial=self._blame.suspected(turn, now)
         )
         course.interruption = ""
         there = self._fleet.members.get(engine)
@@ -245,8 +101,8 @@ class TurnRunner:
         if member is None:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
-        self.blame.began(running, engine, now)
-        self._cleared(turn, bool(course.suspect) and not self.blame.tried_apart(turn, now))
+        self._blame.began(running, engine, now)
+        self._cleared(turn, bool(course.suspect) and not self._blame.tried_apart(turn, now))
         try:
             _check_request(turn, member)
             attempt = turn.begin(
@@ -259,8 +115,8 @@ class TurnRunner:
             await self._outcome(turn, attempt, running, member, course)
         finally:
             if turn.finish_reason not in (None, FinishReason.ABORT):
-                self._cleared(turn, self.blame.served(running, engine))
-            self.blame.left(running, engine, self._clock.now())
+                self._cleared(turn, self._blame.served(running, engine))
+            self._blame.left(running, engine, self._clock.now())
             if not running.tokens and running.why_cut is None:
                 # The turn never ran there: a refusal or a lost call is simply retried.
                 course.interruption = ""
@@ -269,7 +125,7 @@ class TurnRunner:
             if running.why_cut is Cut.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
-            self.on_left(turn, member, running.tokens)
+            self._on_left(turn, member, running.tokens)
             self._dispatcher.observe(
                 TurnLeft(
                     turn=turn.key,
@@ -314,7 +170,7 @@ class TurnRunner:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
             course.interruption = Cut.LEASE
-            self.on_lease_refused(member)
+            self._on_lease_refused(member)
             return
         except EngineBusy as error:
             why, pause_s = str(error), error.retry_after_s
@@ -327,7 +183,7 @@ class TurnRunner:
                 course.why = f"{engine}: {why}"
                 return
             running.refused_s = pause_s
-            self.blame.failed(running, engine, why, self._clock.now())
+            self._blame.failed(running, engine, why, self._clock.now())
         except RequestRefused as error:
             if course.ended_short == (engine, turn.length):
                 # The engine took the turn while the turn was shorter: `length` was the context's
@@ -409,7 +265,7 @@ class TurnRunner:
                     member.held_tokens = max(member.held_tokens, turn.length)
                     if running.course.too_short:
                         self._prove_short(turn, running.course)
-                    self._cleared(turn, self.blame.made_tokens(running, member.engine.engine))
+                    self._cleared(turn, self._blame.made_tokens(running, member.engine.engine))
                     if on_tokens is not None:
                         on_tokens()
                 # Up to 0.30 vLLM ends the stream of an aborted request without a word where no

@@ -7,7 +7,6 @@ Holds no socket and reads no clock.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import xxhash
@@ -25,11 +24,15 @@ from harvester.contracts.wire.rollouts import (
     VersionPin,
     VersionRange,
 )
+from scheduler.gateway.policy.attempt import (
+    Attempt,
+    continued_seed,
+    output_fields,
+    reasoning_fields,
+)
 from scheduler.gateway.policy.end_tokens import EndTokens
-from scheduler.gateway.policy.prompts import Prompt, Prompts
-from scheduler.model import BASE_VERSION
+from scheduler.gateway.policy.prompts import Prompt
 
-_SEED_MASK = (1 << 31) - 1
 FINISHED = {
     each.value: each for each in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 }
@@ -64,75 +67,6 @@ class TurnCounters:
     late_chunks: int = 0
     """Chunks of attempts that were no longer the newest: dropped."""
     output_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """Request to an engine whose output continues the accepted tokens."""
-
-    number: int
-    job: JobId
-    trajectory: TrajectoryId
-    engine: EngineId
-    version: WeightVersion
-    token_ids: tuple[int, ...]
-    sampling_params: SamplingParams
-    cache_salt: str | None = None
-    reasoning: dict[str, Any] = field(default_factory=dict)
-    """Fields of vLLM's renderer about reasoning, passed on."""
-    emitted: tuple[int, ...] = ()
-    """The turn's output so far, for an engine that continues it like its own; () if `token_ids`
-    ends with it."""
-    prompt: Prompt
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens that the engine may make."""
-        return self.sampling_params.max_tokens - len(self.emitted)
-
-    @property
-    def encoded_ids(self) -> msgspec.Raw | tuple[int, ...]:
-        """`token_ids` for an encoder, once for all turns of the prompt where they are its ids."""
-        alone = len(self.token_ids) == len(self.prompt.token_ids)
-        return self.prompt.encoded if alone else self.token_ids
-
-
-def output_fields(sampling: SamplingParams) -> tuple[str, ...]:
-    """Set fields by which the next token depends on which tokens before it are output, or on their
-    text.
-
-    A turn with any of them can move only between engines that take the output as output.
-    """
-    given = {
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "bad_words": sampling.bad_words,
-        "stop": sampling.stop,
-        "structured_outputs": sampling.structured_outputs,
-        "thinking_token_budget": sampling.thinking_token_budget is not None,
-        "repetition_detection": sampling.repetition_detection,
-        "extra_args": sampling.extra_args,
-    }
-    return tuple(name for name, value in given.items() if value)
-
-
-def reasoning_fields(request: GenerateRequest) -> dict[str, Any]:
-    given = {
-        "reasoning_ended": request.reasoning_ended,
-        "reasoning_parser_kwargs": request.reasoning_parser_kwargs,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def continued_seed(seed: int | None, offset: int) -> int | None:
-    """Seed of a continuation after `offset` output tokens.
-
-    The engine's generator would start again from the first draw: with the same seed the rest of the
-    turn would be correlated with its earlier output. Before the first token the seed is kept.
-    """
-    if seed is None or offset == 0:
-        return seed
-    return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
 
 
 def turn_key(job: JobId, request_id: str) -> str:
@@ -441,52 +375,3 @@ def _version_ranges(spans: Sequence[Span]) -> tuple[VersionRange, ...]:
             start = ranges.pop().start
         ranges.append(VersionRange(version=version, start=start, end=span.end))
     return tuple(ranges)
-
-
-class TurnLedger:
-    """The open turns of one job by request id, and the totals of all."""
-
-    def __init__(self, job: JobId) -> None:
-        self.job = job
-        self.counters = TurnCounters()
-        self._open: dict[str, Turn] = {}
-        self._end_tokens = EndTokens()
-        self._prompts = Prompts()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._open.values())
-
-    def open(
-        self,
-        request: GenerateRequest,
-        *,
-        trajectory: TrajectoryId,
-        newest: WeightVersion = BASE_VERSION,
-    ) -> Turn | None:
-        """A new turn, or None while one with this request id is open.
-
-        `newest`: the job's newest published version, against which the turn's pin is resolved.
-        """
-        if request.request_id in self._open:
-            return None
-        turn = Turn(
-            request=request,
-            job=self.job,
-            trajectory=trajectory,
-            counters=self.counters,
-            pin=request.weight_version.resolved(newest),
-            end_tokens=self._end_tokens,
-            prompt=self._prompts.of(self.job, request.token_ids),
-        )
-        self._open[request.request_id] = turn
-        self.counters.started += 1
-        return turn
-
-    def close(self, turn: Turn) -> None:
-        """Forget a turn; a turn that has not ended ends as aborted."""
-        if not turn.ended:
-            turn.end(FinishReason.ABORT)
-        self._open.pop(turn.request.request_id, None)

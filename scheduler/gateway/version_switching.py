@@ -1,0 +1,82 @@
+"""The version policy with its journal: one event after another, and the wait for a publish."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+
+from harvester.contracts.clock import Clock
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.policy.versions import VersionPolicy
+from scheduler.gateway.policy.versions_events import (
+    JobVersion,
+    TimePassed,
+    VersionsEffect,
+    VersionsEvent,
+)
+
+
+class VersionSwitching:
+    def __init__(
+        self,
+        policy: VersionPolicy,
+        log: DecisionLog,
+        clock: Clock,
+        apply: Callable[[VersionsEffect], None],
+    ) -> None:
+        """`apply` carries out an effect, and may raise further events."""
+        self._policy = policy
+        self._log = log
+        self._clock = clock
+        self._apply = apply
+        self._events: deque[VersionsEvent] = deque()
+        self._observing = False
+        self._changed = asyncio.Event()
+        self.on_fault: Callable[[Exception], None] = lambda _error: None
+        """Called with an error of the policy, whose effects are lost with it."""
+
+    def observe(self, event: VersionsEvent) -> None:
+        """Effects may raise further events; they are taken one after another."""
+        self._events.append(event)
+        if self._observing:
+            return
+        self._observing = True
+        try:
+            while self._events:
+                sample, now = self._events.popleft(), self._clock.now()
+                effects = self._decided(sample, now)
+                if effects or not isinstance(sample, TimePassed):
+                    self._log.decided(now=now, sample=sample, effects=effects)
+                for effect in effects:
+                    self._apply(effect)
+        finally:
+            self._observing = False
+
+    def _decided(self, sample: VersionsEvent, now: float) -> tuple[VersionsEffect, ...]:
+        try:
+            return self._policy.observe(sample, now=now)
+        except Exception as error:
+            self.on_fault(error)
+            raise
+
+    async def settled(
+        self, target: JobVersion, *, timeout_s: float, patience_s: float = math.inf
+    ) -> bool:
+        """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
+        which another store of the same number does too, or all that do not serve it cannot load it
+        after `patience_s`."""
+        until_s = self._clock.now() + patience_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._policy.target == target and not self._policy.settled:
+                    if self._policy.failing and self._clock.now() >= until_s:
+                        return False
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return self._policy.target == target
+
+    def wake_publishers(self) -> None:
+        """Each task that waits in `settled` looks once."""
+        self._changed.set()
+        self._changed.clear()
