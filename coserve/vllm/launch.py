@@ -15,15 +15,11 @@ from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, SLOT_V
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 from harvester.contracts.stock_fallback import ROLE_VARIABLE
+from harvester.contracts.wire.engines import IDENTITY
 
 WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
 """Lets a guest return its KV memory page by page. Without the flag the memory stays allocated."""
-
-
-IDENTITY = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
-"""Lets the gateway verify with each reply that the engine is the one that it gave its weights to.
-The last middleware is the outermost: refusals of the others carry the identity as well."""
 
 SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
 AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"

@@ -16,7 +16,7 @@ from harvester.platform.kv_segment import KvSegment
 
 _log = logging.getLogger(__name__)
 
-_LOCK = "guest.lock"
+GUEST_LOCK = "guest.lock"
 _LOOK_S = 0.2
 PATIENCE_S = 60.0
 """vLLM ends within some thirty seconds of being asked to, and its workers five later."""
@@ -26,7 +26,7 @@ class GuestLock:
     def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages
         self._clock = MonotonicClock()
-        file = pages.path / _LOCK
+        file = pages.path / GUEST_LOCK
         try:
             self._lock = FileLock(file, mode=0o600)
         except OSError as error:

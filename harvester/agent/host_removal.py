@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harvester.agent.guest_lock import GuestLock
+from harvester.agent.guest_lock import GUEST_LOCK, GuestLock
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.agent.state_lock import STATE_LOCK, lock_state
 from harvester.config import AgentConfig, SlotConfig
@@ -26,7 +26,6 @@ from harvester.platform.whole_file import TEMPORARY
 
 _RUN_KINDS = ("lease", "lifted", "release")
 _RECORD_KINDS = ("journal", "journal.1", "state")
-_GUEST_LOCK = "guest.lock"
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> N
     except PageHeld as error:
         raise ConfigError(f"slot {slot.name}: stop the agent first: {error}") from error
     held.callback(grant.close)
-    with _as_owner(path / _GUEST_LOCK):
+    with _as_owner(path / GUEST_LOCK):
         lock = GuestLock(pages)
     held.callback(lock.close)
     try:
@@ -141,7 +140,7 @@ def _remove_pages(path: Path, done: RemovalReport) -> None:
     for name in sorted(names - live):
         _remove(path / name, done)
         _remove(path / f".{name}.lock", done)
-    _remove(path / _GUEST_LOCK, done)
+    _remove(path / GUEST_LOCK, done)
     _remove_directory(path, done)
 
 

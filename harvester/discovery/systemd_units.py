@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 from harvester.discovery.slot_template import DiscoveredEngine
 
 _PROPERTIES = "Id,ActiveState,Environment,ExecStart"
@@ -15,7 +16,6 @@ _PATTERN = re.compile(r"[A-Za-z0-9@*?\[\]_.:\\-]{1,255}")
 _ARGUMENTS = re.compile(r"argv\[\]=(.*?) ; ignore_errors=")
 _PORT = re.compile(r"--port[= ](\d{1,5})(?!\S)")
 _TIMEOUT_S = 10.0
-_PAGE_DIR = "ROSEMUX_PAGE_DIR"
 _OWN = "ROSEMUX_SLOT_"
 """Prefix of variables that fill placeholders: ROSEMUX_SLOT_GPU is $gpu."""
 
@@ -81,7 +81,7 @@ def _variables(environment: str) -> dict[str, str]:
 
 def _slot(unit: str, variables: Mapping[str, str]) -> str:
     """Last part of the unit's page directory; without one, its instance or its name."""
-    if pages := variables.get(_PAGE_DIR):
+    if pages := variables.get(DIRECTORY_VARIABLE):
         return PurePosixPath(pages).name
     stem = unit.removesuffix(".service")
     return stem.partition("@")[2] or stem

@@ -14,6 +14,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.wire.engines import ENGINE_HEADER, ENGINE_ROUTE, WorkerMethod
 from harvester.contracts.wire.leases import EPOCH_HEADER
+from harvester.contracts.wire.rollouts import GENERATE_ROUTE
 
 
 class CallerRole(StrEnum):
@@ -42,7 +43,7 @@ def _control(*parameters: str) -> EngineRoute:
 
 
 ROUTES: Final[Mapping[tuple[str, str], EngineRoute]] = {
-    ("POST", "/inference/v1/generate"): _data(),
+    ("POST", GENERATE_ROUTE): _data(),
     ("POST", "/v1/chat/completions/render"): _data(),
     ("POST", "/v1/chat/completions/derender"): _data(),
     ("POST", "/v1/completions/render"): _data(),

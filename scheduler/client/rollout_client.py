@@ -24,6 +24,7 @@ from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
+    GENERATE_ROUTE,
     AnnouncedVersion,
     Choice,
     FinishReason,
@@ -380,7 +381,7 @@ class AsyncRolloutClient:
             async with asyncio.timeout(None) as cut:
                 with self._watch.cutting(cut):
                     async with self._gateway().post(
-                        "/inference/v1/generate",
+                        GENERATE_ROUTE,
                         data=msgspec.json.encode(request),
                         headers={**self._headers, SESSION_HEADER: turn.trajectory},
                         timeout=aiohttp.ClientTimeout(total=None),

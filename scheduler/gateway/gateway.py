@@ -33,6 +33,7 @@ from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
+    GENERATE_ROUTE,
     AnnouncedVersion,
     GenerateReply,
     GenerateRequest,
@@ -147,7 +148,6 @@ _STATUSES = {
     Pressure: PRESSURE_STATUS,
     web.HTTPException: None,
 }
-GENERATE_ROUTE = "/inference/v1/generate"
 _ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
 _LARGE_BODY_ROUTES = frozenset(
     (GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE, *RENDERER_ROUTES)

@@ -20,14 +20,13 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import TenantId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest
+from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
-from scheduler.gateway.policy.turn import Turn, turn_key
+from scheduler.gateway.policy.turn import FINISHED, Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.model import BASE_VERSION
 
-_WHOLE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
 Listen = Callable[[Turn], Callable[[], None]]
 
@@ -182,7 +181,7 @@ class OpenTurns:
             task.exception()
         if task.cancelled() or task.exception() is not None:
             self._forget(held)
-        elif held.part_of.named and held.turn.finish_reason in _WHOLE:
+        elif held.part_of.named and held.turn.finish_reason in FINISHED:
             request = self._request_of(held)
             self._answered.keep(held.turn, tenant=self._tenant, request=request)
             if not self._clients[request]:

@@ -9,6 +9,7 @@ from typing import Any
 from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
+    GENERATE_ROUTE,
     AnnouncedVersion,
     GenerateReply,
     GenerateRequest,
@@ -91,7 +92,7 @@ _EITHER_CONTROL: Mapping[str, Operation] = {
     "GET /is_sleeping": Operation("false", None, ControlReply),
 }
 OPERATIONS: Mapping[str, Operation] = {
-    "POST /inference/v1/generate": Operation(
+    f"POST {GENERATE_ROUTE}": Operation(
         "One turn, token ids in and out",
         GenerateRequest,
         GenerateReply,

@@ -13,6 +13,9 @@ import msgspec
 
 ENGINE_HEADER = "X-RoseMux-Engine"
 ENGINE_ROUTE = "/rosemux/engine"
+IDENTITY = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
+"""Flags of an engine whose replies carry the header. The last middleware is the outermost: refusals
+of the others carry the identity as well."""
 CONTINUATION_FEATURE = "rosemux-continuation"
 """The engine takes a request with the output that another engine has made for it."""
 WEIGHTS_FEATURE = "rosemux-weights"

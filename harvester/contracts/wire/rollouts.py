@@ -12,6 +12,8 @@ import msgspec
 
 from harvester.contracts.ids import EngineId, WeightVersion
 
+GENERATE_ROUTE = "/inference/v1/generate"
+"""vLLM's token route, at engines, engine proxies and the gateway."""
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_OUTPUT_TOKENS = 1 << 17
 

@@ -17,12 +17,13 @@ from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_o
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.wire.engines import (
     ENGINE_HEADER,
+    IDENTITY,
     WEIGHTS_FEATURE,
     EngineDescription,
     WorkerMethod,
 )
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from harvester.contracts.wire.rollouts import PromptScores
+from harvester.contracts.wire.rollouts import GENERATE_ROUTE, PromptScores
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engines.engine_connections import (
@@ -52,7 +53,6 @@ from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.policy.attempt import Attempt
 
 _ENCODER = msgspec.json.Encoder()
-_GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
 STAGE_SILENCE_S = 30.0
 """Longest wait for one look at a preparation; an engine that is silent for longer may hang."""
@@ -66,8 +66,7 @@ _UNKNOWN_VERSION = (
 _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
-IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
-_IDENTITY = " ".join(IDENTITY_FLAG)
+_IDENTITY = " ".join(IDENTITY)
 _INCONCLUSIVE_STATUSES = frozenset({401, 403, 408, 429, 504})
 """Statuses of a health check that do not show whether the engine lives."""
 
@@ -230,7 +229,7 @@ class EngineClient:
         if self._stamped:
             headers[ENGINE_HEADER] = self.identity
         try:
-            reply = await self.connections.post(_GENERATE, _ENCODER.encode(body), headers)
+            reply = await self.connections.post(GENERATE_ROUTE, _ENCODER.encode(body), headers)
             with closing(reply):
                 await self._check_identity(reply)
                 if reply.status != 200:

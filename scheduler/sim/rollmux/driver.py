@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, Final
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import PhaseKind, Pool
+from scheduler.model import NO_JOB, PhaseKind, Pool
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
@@ -58,7 +58,6 @@ _NOTES: Final = {
     PlacementDecision.RESTARTED: "restart",
 }
 _ALWAYS: Final = -1
-_NO_JOB: Final = JobId("")
 """Marks accelerators that a job has left: the next one loads its own state."""
 
 
@@ -164,7 +163,7 @@ class Driver:
                 worker = self._by_job[effect.job]
                 self._set_next(worker, self._now + _RETRY_S, self._ask)
             case UnloadNodes():
-                self._loaded.update(dict.fromkeys(effect.nodes, _NO_JOB))
+                self._loaded.update(dict.fromkeys(effect.nodes, NO_JOB))
                 self._set(self._now, self._unloaded, effect)
             case PlanJob():
                 self._note(effect)
