@@ -56,7 +56,8 @@ def test_every_command_and_target_that_is_named_exists(repository: Path) -> None
     for page in documents(repository):
         text = page.read_text()
         assert set(re.findall(r"`make ([a-z]+)", text)) <= targets, page.name
-        assert set(re.findall(r"`(?:\S*/)?rosemux ([a-z][a-z-]*)", text)) <= COMMANDS.keys(), page.name
+        named = set(re.findall(r"`(?:\S*/)?rosemux ([a-z][a-z-]*)", text))
+        assert named <= COMMANDS.keys(), page.name
 
 
 def test_the_readme_s_folder_map_is_complete(repository: Path, table_after: TableAfter) -> None:
