@@ -59,7 +59,7 @@ def main() -> None:
         print(
             f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes"
         )
-        state = publisher.announced(timeout_s=150)
+        state = publisher.announced(timeout_s=450)
         print(state or f"not in force: {publisher.announce_faults}")
 
 

@@ -91,7 +91,7 @@ DIRECT = tuple(Arm("direct", route) for route in (GENERATE, SGLANG, COMPLETIONS)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gateway", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a minute or two; shows that it runs")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     size = QUICK if given.quick else Size()

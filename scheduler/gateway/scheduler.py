@@ -368,8 +368,8 @@ class Scheduler:
         return aborted
 
     def uses_engines(self, job: JobId) -> bool:
-        """Whether it has turns on engines or in line for them. A turn that is held for its pin, or
-        by a pause, uses none, however long it waits."""
+        """Whether it has turns on engines or in line for them. A turn that is deferred for its
+        pin, or waits for the end of a pause, uses none, however long it waits."""
         routing = self.dispatcher.policy
         queued = not routing.is_paused(job) and routing.queued_turns_of(job)
         return bool(routing.open_turns_of(job) or queued)

@@ -156,6 +156,10 @@ def test_the_block_of_the_first_five_minutes_is_of_files_flags_and_options_that_
 
     words = shlex.split(block)
     given = dict(pairwise(words))
+    page = (repository / "docs/weights.md").read_text().partition("## In the engine\n")[2]
+    (dedicated,) = re.findall(r"(?s)    ROSEMUX_WEIGHT_ROOT=.*?\n\n", page)
+    for command in (given, dict(pairwise(shlex.split(dedicated)))):
+        assert (command["--host"], command["--port"]) == ("127.0.0.1", "8002")
     assert settings.engines[0].url == f"http://{given['--host']}:{given['--port']}"
     assert decode_generate(given["-d"].rstrip(";").encode()).token_ids
     assert Path(given["--checkpoint"]).is_file()

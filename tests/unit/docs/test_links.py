@@ -13,16 +13,30 @@ MOST_DECISIONS = 50
 IMAGE_BYTES_MAX = 300_000
 
 
+FOLDERS = ("docs", "examples", "benchmarks", "deploy", "tests")
+
+
 def documents(repository: Path) -> list[Path]:
-    folders = (repository / "docs", repository / "examples")
-    pages = [page for folder in folders for page in sorted(folder.rglob("*.md"))]
-    return [repository / "README.md", repository / "CHANGELOG.md", *pages]
+    inner = [page for folder in FOLDERS for page in sorted((repository / folder).rglob("*.md"))]
+    return [*sorted(repository.glob("*.md")), *inner]
 
 
-def test_every_link_leads_to_a_file(repository: Path) -> None:
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub names them, and the names that a page gives itself."""
+    text = re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text())
+    headings = (re.sub(r"[^\w\- ]", "", found) for found in re.findall(r"(?m)^#+ (.*)$", text))
+    named = re.findall(r'<a id="([\w-]+)">', text)
+    return {heading.lower().replace(" ", "-") for heading in headings} | {*named}
+
+
+def test_every_link_leads_to_a_file_and_a_heading(repository: Path) -> None:
     for page in documents(repository):
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if target.startswith("https://"):
+                continue
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page}: {target}"
+            assert not anchor or anchor in anchors(found), f"{page}: {target}#{anchor}"
 
 
 def test_every_image_on_a_page_is_there_small_and_described(repository: Path) -> None:
@@ -42,7 +56,8 @@ def test_every_command_and_target_that_is_named_exists(repository: Path) -> None
     for page in documents(repository):
         text = page.read_text()
         assert set(re.findall(r"`make ([a-z]+)", text)) <= targets, page.name
-        assert set(re.findall(r"`(?:\S*/)?rosemux ([a-z-]+)", text)) <= COMMANDS.keys(), page.name
+        named = set(re.findall(r"`(?:\S*/)?rosemux ([a-z][a-z-]*)", text))
+        assert named <= COMMANDS.keys(), page.name
 
 
 def test_the_readme_s_folder_map_is_complete(repository: Path, table_after: TableAfter) -> None:

@@ -46,6 +46,7 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 
 PAGE = "docs/architecture.md"
+HEADING = "## Walks through the code"
 MOST_RETURNS = 5
 LEFT_OUT = (
     "harvester/contracts/",
@@ -54,7 +55,6 @@ LEFT_OUT = (
     "weightsync/encoding/",
 )
 WITHIN_S = 120.0
-TableAfter = Callable[[str, str], list[list[str]]]
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Walk:
 
 
 @pytest.fixture
-def walks(repository: Path, table_after: TableAfter) -> dict[str, Walk]:
+def walks(repository: Path) -> dict[str, Walk]:
     """A name without its package is in the package of the one before it."""
 
     def files(cell: str, package: str = "") -> Iterator[tuple[str, bool]]:
-        for name, mark in re.findall(r"([\w/]+\.py)(†?)", cell):
+        for name, mark in re.findall(r"`([\w/]+\.py)`(†?)", cell):
             top, _, rest = name.partition("/")
             if (repository / top / "__init__.py").is_file():
                 package, name_within = top, rest
@@ -90,7 +90,10 @@ def walks(repository: Path, table_after: TableAfter) -> dict[str, Walk]:
             assert len(paths) == 1, f"{name} in {package}: {paths}"
             yield paths[0], bool(mark)
 
-    rows = table_after(PAGE, "| walk | files | again | beside them |")
+    section = (repository / PAGE).read_text().partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
+    form = r"### (.+)\n((?:1\. .+\n)+)\nBeside them:\n((?:`.+\n)+)\n.+ again (\d+) times\.\n"
+    found = re.findall(form, section)
+    assert len(found) == section.count("\n### "), "a walk is in another form"
     return {
         walk: Walk(
             [file for file, _ in files(way)],
@@ -98,7 +101,7 @@ def walks(repository: Path, table_after: TableAfter) -> dict[str, Walk]:
             int(again),
             {file for file, _ in files(beside)},
         )
-        for walk, way, again, beside in rows
+        for walk, way, beside, again in found
     }
 
 
@@ -139,7 +142,7 @@ async def test_a_turn_takes_its_walk(walks: dict[str, Walk], trace: Trace) -> No
         with trace.recording():
             status, _ = await gateway.generate("turn", 2)
     assert status == 200
-    check(walks["a turn, at the gateway"], trace)
+    check(walks["A turn, at the gateway"], trace)
 
 
 async def test_a_turn_in_a_guest_takes_its_walk(
@@ -176,7 +179,7 @@ async def test_a_turn_in_a_guest_takes_its_walk(
         core.step_fn()
     guest.close()
     assert (replies[0]["status"], core.in_step) == (200, [True])
-    check(walks["the same turn, in a guest"], trace)
+    check(walks["The same turn, in a guest"], trace)
 
 
 def test_a_grant_takes_its_walk(walks: dict[str, Walk], trace: Trace, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_a_grant_takes_its_walk(walks: dict[str, Walk], trace: Trace, tmp_path: 
         stage.beats()
     assert stage.grant().mode == "open"
     stage.node.close()
-    check(walks["a grant"], trace)
+    check(walks["A grant"], trace)
 
 
 class EngineWithWeights(FakeEngine):
@@ -236,7 +239,7 @@ async def test_a_delta_takes_its_walk(walks: dict[str, Walk], trace: Trace, tmp_
     await publish_a_delta(tmp_path / "compiles", None)
     with trace.of_threads():
         await publish_a_delta(tmp_path / "runs", trace)
-    check(walks["a delta, from trainer to engine"], trace)
+    check(walks["A delta, from trainer to engine"], trace)
 
 
 async def publish_a_delta(root: Path, trace: Trace | None) -> None:
@@ -314,4 +317,4 @@ def test_a_permit_takes_its_walk(walks: dict[str, Walk], trace: Trace, tmp_path:
         phase = job.phase("rollout")
         with trace.recording(), phase as permit:
             assert permit.nodes == ("r0",)
-    check(walks["a permit"], trace)
+    check(walks["A permit"], trace)
