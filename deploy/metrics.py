@@ -128,6 +128,16 @@ _GATEWAY = (
         "",
         "Least time that is left to use a lease; +Inf without leases. Near 0: not renewed in time.",
     ),
+    _gateway(
+        "agent_up", _GAUGE, "agent", "1 while the agent's slots may be used; else see the log."
+    ),
+    _gateway("stop_missing", _GAUGE, "agent", "1 while the agent may not know an order to stop."),
+    _gateway(
+        "loop_lag_seconds",
+        _HISTOGRAM,
+        "",
+        "Lateness of the event loop, four times a second and more.",
+    ),
     _gateway("unrecorded", _GAUGE, "", "1 while a journal or the state file lacks something."),
     _gateway("journal_missing_lines_total", _COUNTER, "", "Decisions that the journals lack."),
     _gateway(*_CERTIFICATES),

@@ -39,7 +39,6 @@ from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopReque
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import SlotSettings
-from harvester.policy.states import Condition
 from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
@@ -373,9 +372,9 @@ class NodeAgent:
     def silent_slots(self) -> list[tuple[str, str]]:
         # A probe's answer needs no token: it has no paths.
         return [
-            (slot.name, self._faults.get(slot.name, slot.policy.reason))
+            (slot.name, self._faults.get(slot.name, slot.unready))
             for slot in self.slots
-            if slot.name in self._faults or slot.policy.condition is Condition.SILENT
+            if slot.name in self._faults or slot.unready
         ] + [(name, "not open, see status") for name, why in self.unopened.items() if why != _WAITS]
 
     def refresh_metrics(self) -> None:

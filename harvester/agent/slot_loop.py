@@ -83,6 +83,8 @@ class Slot:
         """Whether anything was lent, as last logged."""
         self._unfit = ""
         self._stop: Stop | None = None
+        self.unready = "no beat yet"
+        """Why it could not lend, whatever is ordered: a pulse that is not there, or no record."""
         self._failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
@@ -175,6 +177,8 @@ class Slot:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._leases.offer(self.name, state, reason)
+        silent = [f"{each.name} is {each.fault}" for each in sample.pulses if each.record is None]
+        self.unready = self.fault or "; ".join(silent) or ("" if sample.pulses else "no pulse")
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)

@@ -52,6 +52,13 @@ def agent_faults(offers: SlotOffers) -> Iterator[str]:
         yield f"The agent needs a restart for {', '.join(offers.restart_needed)}"
 
 
+def slot_faults(offers: SlotOffers) -> Iterator[str]:
+    """Slots that may not lend though their operator lets them: quarantined, unfit, not recorded."""
+    for offer in offers.slots:
+        if (offer.mode, offer.slot_state) == ("harvest", "off") and offer.stop is None:
+            yield f"Slot {offer.slot}: {offer.reason}"
+
+
 def gib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.2f} GiB"
 

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from harvester.cli.agent_tables import agent_sentences, agent_tables, gib
+from harvester.cli.agent_tables import (
+    agent_faults,
+    agent_sentences,
+    agent_tables,
+    gib,
+    slot_faults,
+)
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.row_table import row_table
@@ -47,8 +53,11 @@ def status(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
+    check: Annotated[
+        bool, typer.Option(help="Exit status 1 if agent or gateway have a fault to look at.")
+    ] = False,
 ) -> None:
-    console = row_console()
+    console, faults = row_console(), list[str]()
     directories = _slot_directories(pages)
     if not directories and agent_url is None and gateway_url is None:
         raise ConfigError(
@@ -63,13 +72,17 @@ def status(
             console.print(table, "", sep="\n")
         for sentence in agent_sentences(offers):
             console.print(printable(sentence))
+        faults += [*agent_faults(offers), *slot_faults(offers)]
     if gateway_url is not None:
         report = call(gateway_url, "/v1/status", GatewayReport, credentials, option="--gateway")
         console.print(*map(printable, report.summary()), sep="\n")
         for table in report.tables():
             console.print("", table, sep="\n")
-        if faults := [*map(printable, report.faults())]:
-            console.print("", *faults, sep="\n")
+        if found := [*report.faults()]:
+            console.print("", *map(printable, found), sep="\n")
+        faults += found
+    if check and faults:
+        raise typer.Exit(1)
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:

@@ -6,6 +6,7 @@ An error reply is `{"error": MESSAGE}`; `STATUSES` apply to every service.
 import asyncio
 import errno
 import logging
+import os
 import resource
 import signal
 import ssl
@@ -335,10 +336,22 @@ async def listen(
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT; for the running event loop."""
+    """Set by SIGTERM or SIGINT, and by SIGHUP if the process began on a terminal, which has then
+    gone; else SIGHUP changes nothing. For the running event loop."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+
+    # A terminal that has gone is none any more.
+    on_terminal = os.isatty(0)
+
+    def hang_up() -> None:
+        if on_terminal:
+            stop.set()
+        else:
+            _log.warning("SIGHUP: settings are read at the start alone; restart to apply them")
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     return stop
 
 

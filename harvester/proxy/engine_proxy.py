@@ -26,6 +26,7 @@ from harvester.platform.http_kit import (
     stop_event,
     whole_body,
 )
+from harvester.platform.logs import begin_log
 from harvester.platform.tls import ServerTls
 from harvester.proxy.routes import (
     REPLY_HEADERS,
@@ -185,6 +186,7 @@ def _end_unreachable(request: web.Request) -> None:
 
 async def run_proxy(settings: ProxySettings, *, started: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
+    begin_log()
     stop = stop_event()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)

@@ -73,6 +73,18 @@ class GatewayMetrics:
         )
         self.journal_missing_before = 0
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
+        self.agent_up = self._gauge(
+            "agent_up", "1 while the agent's slots may be used; else see the log.", ["agent"]
+        )
+        self.stop_missing = self._gauge(
+            "stop_missing", "1 while the agent may not know an order to stop.", ["agent"]
+        )
+        self.loop_lag_s = Histogram(
+            "scheduler_loop_lag_seconds",
+            "Lateness of the event loop, four times a second and more.",
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+            registry=self.registry,
+        )
         self.lease_slack_s = self._gauge(
             "lease_slack_seconds", "Least time that is left to use a lease.", []
         )

@@ -126,8 +126,12 @@ def render_metrics(scheduler: Scheduler) -> bytes:
     metrics.journal_missing.inc(missing - metrics.journal_missing_before)
     metrics.journal_missing_before = missing
     metrics.answers_bytes.set(scheduler.answered.size_bytes)
-    metrics.lease_slack_s.set(scheduler.harvest.slack_s)
-    for each in scheduler.harvest.budgets.all():
+    harvest = scheduler.harvest
+    metrics.lease_slack_s.set(harvest.slack_s)
+    for agent in scheduler.settings.agents:
+        metrics.agent_up.labels(agent.id).set(agent.id not in harvest.silent_agents)
+        metrics.stop_missing.labels(agent.id).set(agent.id in harvest.stops.faults)
+    for each in harvest.budgets.all():
         for part in ("budget", "spent", "outstanding"):
             metrics.service_budget.labels(each.service, part).set(getattr(each, part))
     for engine, member in scheduler.fleet.members.items():
@@ -140,7 +144,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
         metrics.turns_deferred.labels(job).set(routing.deferred_turns_of(job))
         metrics.version.labels(job).set(published.version if published else 0)
-        held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
+        held = sum(lease.job == job for lease in harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
         for outcome in ("lost", "duplicated", "migrated", "undelivered", "repeated"):

@@ -122,6 +122,7 @@ class Scheduler:
             on_interrupted=self._count_interruption,
             on_left=self._count_tokens,
             on_lease_refused=self.harvest.refused,
+            on_loop_late=self.metrics.loop_lag_s.observe,
         )
         self.pauses = PauseControl(self.fleet, self.dispatcher)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))

@@ -1,6 +1,7 @@
 """Moves turns off silent engines. A turn stays where no other engine has room for it."""
 
 import asyncio
+from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
@@ -25,14 +26,17 @@ class StallWatch:
         clock: Clock,
         timeouts: Timeouts,
         first_tokens: FirstTokens,
+        on_late: Callable[[float], None],
     ) -> None:
-        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one."""
+        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one.
+        `on_late`: called at each look with the event loop's lateness, in s."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
         self._first_tokens = first_tokens
+        self._on_late = on_late
 
     async def run(self) -> None:
         period_s = min(WATCH_S, self._timeouts.guest_tail_stall_s / 4)
@@ -42,6 +46,7 @@ class StallWatch:
             # An event loop that is late has read no engine meanwhile: that silence is its own.
             # Counted as the engines', an overload would move every turn, and so never end.
             late_s = max(0.0, self._clock.now() - due_s)
+            self._on_late(late_s)
             if late_s > WATCH_S:
                 self._probing.was_late()
             self._dispatcher.observe(TimePassed())

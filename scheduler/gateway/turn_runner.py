@@ -47,6 +47,7 @@ class TurnRunner:
         on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None,
         on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None,
         on_lease_refused: Callable[[Member], None] = lambda _member: None,
+        on_loop_late: Callable[[float], None] = lambda _late_s: None,
     ) -> None:
         """`returns_partial`: whether a turn that is interrupted after its first token ends there.
         `on_interrupted`: called with the cause for each turn that has tokens and loses its engine.
@@ -61,7 +62,9 @@ class TurnRunner:
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = RequestBlame()
-        self.stalls = StallWatch(fleet, probing, dispatcher, clock, timeouts, self._first_tokens)
+        self.stalls = StallWatch(
+            fleet, probing, dispatcher, clock, timeouts, self._first_tokens, on_loop_late
+        )
         self._attempts = AttemptRunner(
             fleet,
             probing,

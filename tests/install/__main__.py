@@ -3,8 +3,9 @@
 The agent is installed from the lock and started by its unit, and so is a gateway, which must come
 back after SIGKILL. Production starts beside them by the page's command, with the observer alone,
 until the agent believes its pulse. With `--guest` the guest starts by its unit too, and rollouts
-through the gateway must get tokens. Then the page's way back. The guest's
-part needs a machine that is idle, as an idle guest has no other core time.
+through the gateway must get tokens. With `--cluster` the gateway then moves to a second node. Then the
+page's way back. The guest's part needs a machine that is idle, as an idle guest has no other core
+time.
 
 Replaced are only a machine's own settings: two small models, the size of the guest's KV. The node
 has no network: wheels of the agent's part come from a folder, and what a guest needs beyond them is
@@ -27,6 +28,7 @@ from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from examples.grpo.model import write_checkpoint
+from tests.install import cluster
 from tests.install.node import PATH, Node, NodeError
 from tests.install.page import block
 from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE
@@ -45,7 +47,10 @@ _began = time.monotonic()  # noqa: TID251
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.install")
     parser.add_argument("--guest", action="store_true", help="a guest too, until it is lent tokens")
-    with_guest = parser.parse_args().guest
+    parser.add_argument("--cluster", action="store_true", help="then a gateway on a second node")
+    asked = parser.parse_args()
+    if asked.cluster and not asked.guest:
+        parser.error("--cluster needs --guest")
     if os.geteuid() != 0:
         sys.exit("install: needs root, for the node's namespaces")
     # The node ends with this process, however that ends.
@@ -59,9 +64,11 @@ def main() -> None:
             start_gateway(node)
             discover(node)
             start_production(node)
-            if with_guest:
+            if asked.guest:
                 start_guest(node)
                 lend(node)
+                if asked.cluster:
+                    form_cluster(node)
             else:
                 wait_for_pulse(node)
             undo(node)
@@ -236,6 +243,22 @@ def lend(node: Node) -> None:
     python = "/opt/rosemux/bin/python -m tests.install.lending"
     said = node.run(f"{python} {TOKENS}", environment={"PYTHONPATH": "/srv/rosemux"}, timeout_s=900)
     say(said.strip().splitlines()[-1])
+
+
+def form_cluster(node: Node) -> None:
+    """The gateway moves to a machine of its own, by the page."""
+    node.run("systemctl disable --now rosemux-gateway")
+    with Node(SITE) as gateway:
+        copy_checkout(gateway)
+        environment, command, users, *_ = block("Install on a node").splitlines(keepends=True)
+        gateway.run(environment + command + users, environment=offline())
+        try:
+            cluster.join(node, gateway)
+            say("a second node has a gateway, the first one listens to it")
+            say(cluster.lend_across(node, gateway, least=TOKENS))
+        except NodeError:
+            print(gateway.run("journalctl --no-pager -o cat -n 50 -u rosemux-gateway", quiet=True))
+            raise
 
 
 def undo(node: Node) -> None:

@@ -31,7 +31,7 @@ class Node:
         self._packages = packages
         self._folder = Path(tempfile.mkdtemp(prefix="rosemux-node-"))
         (self._folder / "root").mkdir()
-        self._group = _own_group()
+        self._group = _own_group(self._folder.name)
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init = 0
 
@@ -50,6 +50,11 @@ class Node:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def process(self) -> int:
+        """The node's process 1, as this machine numbers it."""
+        return self._init
 
     @property
     def root(self) -> Path:
@@ -149,12 +154,12 @@ class Node:
         return done.stdout.strip()
 
 
-def _own_group() -> Path:
+def _own_group(name: str) -> Path:
     """A control group of version 2 for all of the node, so that its systemd sees no other."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
         if kind == "cgroup2":
-            group = Path(where) / f"rosemux-node-{os.getpid()}"
+            group = Path(where) / name
             group.mkdir()
             return group
     raise NodeError("no control groups of version 2 here")

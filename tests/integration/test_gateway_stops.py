@@ -1,11 +1,13 @@
 """A cluster's stop through the real gateway and a real agent, to turns on a guest."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from harvester.agent.http import application
@@ -139,14 +141,31 @@ async def test_a_drain_moves_turns_at_once_and_loses_none(tmp_path: Path) -> Non
         await asyncio.gather(*again)
 
 
-async def test_an_agent_out_of_reach_is_named_and_obeys_when_it_is_back(tmp_path: Path) -> None:
+async def metrics(gateway: Any) -> str:
+    async with gateway._session.get(f"{gateway.url}/metrics") as reply:
+        return await reply.text()
+
+
+async def test_an_agent_out_of_reach_is_named_and_obeys_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="scheduler")
     async with cluster(tmp_path) as (gateway, node, _):
         node.away = True
         _, reply = await gateway.post("/v1/stops", {"order": "drain", "tenant": "default", **STOP})
         assert "does not answer" in reply["agents"]["agent"]
         assert (await gateway.status())["stop_faults"]
+        shown = await metrics(gateway)
+        assert 'scheduler_stop_missing{agent="agent"} 1.0' in shown
+        assert 'scheduler_agent_up{agent="agent"} 0.0' in shown
+        (silent,) = [line for line in caplog.messages if line.startswith("agent agent: its slots")]
+        assert "does not answer" in silent
         node.away = False
         await gateway.until(lambda: node.agent.stops.stops)
+        await gateway.until(lambda: "agent agent answers again" in caplog.messages)
+        shown = await metrics(gateway)
+        assert 'scheduler_stop_missing{agent="agent"} 0.0' in shown
+        assert 'scheduler_agent_up{agent="agent"} 1.0' in shown
         (stop,) = node.agent.stops.stops
         assert (stop.source, stop.tenant, stop.order) == ("cluster", "default", "drain")
 

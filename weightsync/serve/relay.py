@@ -41,6 +41,8 @@ _INDEXES = 256
 class RelayShelf:
     """In front of another place with stores. Belongs to one event loop."""
 
+    composes = False
+
     def __init__(
         self,
         upstream: StoreRoot,
@@ -74,9 +76,6 @@ class RelayShelf:
             lambda: self._whole_versions(store) or None,
             lambda: self._shelf.directories(store),
         )
-
-    async def composes(self, store: str) -> bool:  # noqa: ARG002 - its readers share files
-        return False
 
     async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
         until_s = self._clock.now() + wait_s

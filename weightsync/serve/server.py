@@ -1,8 +1,8 @@
 """The HTTP server of stores: files by ranges, LATEST as it changes. `openapi` has its routes."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from harvester.contracts.ids import checked_name
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
+from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, openapi_route
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from harvester.platform.tls import ServerTls
@@ -22,7 +23,6 @@ from weightsync.layout.names import (
     LATEST_FILE,
     MAX_INDEX_BYTES,
     MAX_LATEST_BYTES,
-    Kind,
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
@@ -132,9 +132,8 @@ class WeightServer:
         return json_reply(StoreList(stores=own))
 
     async def _directories(self, request: web.Request) -> web.Response:
-        store = self._store(request)
-        found, composes = await self._shelf.directories(store), await self._shelf.composes(store)
-        return json_reply(StoreVersions(directories=found, composes=composes))
+        found = await self._shelf.directories(self._store(request))
+        return json_reply(StoreVersions(directories=found, composes=self._shelf.composes))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)
@@ -150,32 +149,19 @@ class WeightServer:
     async def _file(self, request: web.Request) -> web.StreamResponse:
         store, directory = self._store(request), request.match_info["directory"]
         name = checked_name(request.match_info["file"], what="file")
-        ref = named_ref(directory)
-        if ref is None:
+        if named_ref(directory) is None:
             raise FileNotFoundError(f"{directory[:80]!r} is no version")
-        doubted = "no-cache" in request.headers.get("Cache-Control", "")
-        async with AsyncExitStack() as until_sent:
-            if ref.kind is not Kind.SKIP:
-                until_sent.enter_context(self._transfer())
-            opening = self._shelf.open(store, f"{directory}/{name}", doubted=doubted)
-            file = await until_sent.enter_async_context(opening)
-            if ref.kind is Kind.SKIP:
-                # Only now: a reader may have waited until it was composed.
-                until_sent.enter_context(self._transfer())
-            if name == INDEX_FILE:
-                return await self._index(request, store, file)
-            return await self._answered(request, store, file)
-
-    @contextmanager
-    def _transfer(self) -> Iterator[None]:
-        """Counts as a transfer inside. Raises Exhausted."""
         if self._active >= self._limits.transfers_max:
             self._metrics.refused.labels("busy").inc()
             raise Exhausted(f"{self._active} transfers are under way")
+        doubted = "no-cache" in request.headers.get("Cache-Control", "")
         self._active += 1
         self._metrics.active.set(self._active)
         try:
-            yield
+            async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
+                if name == INDEX_FILE:
+                    return await self._index(request, store, file)
+                return await self._answered(request, store, file)
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
@@ -270,6 +256,7 @@ async def listen(
     started: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
+    begin_log()
     stop = http_kit.stop_event()
     metrics = TransferMetrics()
     shelf = shelf_with(metrics)

@@ -77,7 +77,8 @@ class ShelfFile(Protocol):
 class Shelf(Protocol):
     """Raises FileNotFoundError for unknown stores and files."""
 
-    async def composes(self, store: str) -> bool:
+    @property
+    def composes(self) -> bool:
         """Whether it has a skip delta between any two versions."""
 
     async def names(self) -> tuple[str, ...]: ...
@@ -111,11 +112,9 @@ class SourceShelf:
         self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
 
-    async def composes(self, store: str) -> bool:
-        if self._composed is None:
-            return False
-        # Deltas of other systems do not add up.
-        return await self.threaded(self.store(store).source.writer) is None
+    @property
+    def composes(self) -> bool:
+        return self._composed is not None
 
     async def names(self) -> tuple[str, ...]:
         return await self.threaded(self._root.names)

@@ -268,25 +268,32 @@ class Harvest:
         try:
             offers = await self._agents[name].offers()
         except (Exhausted, PeerProtocolError) as error:
-            self.silent_agents[name] = str(error)
+            self._silent(name, str(error))
             self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
             return
-        self.silent_agents.pop(name, None)
+        if self.silent_agents.pop(name, None):
+            _log.info("agent %s answers again", name)
         others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
         twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
         if twice:
             # Leases and guests are known by their slot: one of two would get the other's turns.
             first = others[twice[0]][0]
-            self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
+            self._silent(name, f"agent {first} offers {', '.join(twice)} too: rename them")
         fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
         for slot, (_, offer) in tuple(fresh.items()):
             if exposed := self._credentials_of(name, slot).exposed_at(offer.engine_url):
-                self.silent_agents[name] = f"slot {slot}: {exposed}"
+                self._silent(name, f"slot {slot}: {exposed}")
                 del fresh[slot]
         self.offers = {**others, **fresh}
         await self.stops.agree(name, offers.stops)
         self.budgets.report(offer for _, offer in fresh.values())
         self._fleet.review_contexts()
+
+    def _silent(self, agent: str, why: str) -> None:
+        """Logs the beginning of each silence, and a change of its reason."""
+        if self.silent_agents.get(agent) != why:
+            _log.warning("agent %s: its slots are not used: %s", agent, why)
+        self.silent_agents[agent] = why
 
     def _end_leases(self, effects: Iterable[CapacityEffect]) -> None:
         """Stop using leases before their slots are free for others."""
@@ -307,7 +314,7 @@ class Harvest:
                 case ReleaseLease():
                     await self._agents[effect.agent].release(effect.lease)
         except (Exhausted, PeerProtocolError) as error:
-            self.silent_agents[effect.agent] = str(error)
+            self._silent(effect.agent, str(error))
 
     async def _take(self, effect: TakeLease) -> None:
         called_at_s = self._clock.now()
@@ -350,7 +357,7 @@ class Harvest:
                 allotment=self.budgets.allot(offer, epoch=lease.epoch),
             )
         except (Exhausted, PeerProtocolError) as error:
-            self.silent_agents[lease.agent] = str(error)
+            self._silent(lease.agent, str(error))
             return
         if held and lease.lease not in self.leases:
             return  # Its use ended while the answer was on its way.

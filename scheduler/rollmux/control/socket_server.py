@@ -26,6 +26,7 @@ from harvester.platform.http_kit import (
     stop_event,
     whole_body,
 )
+from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from scheduler.rollmux.cluster.config import ClusterConfig
@@ -176,6 +177,7 @@ async def serve(
     """Serves until SIGTERM or SIGINT. Raises ConfigError if it cannot start."""
     if group is not None and tenants is None:
         raise ConfigError("--group needs --tenants: each of its users could end every job's phases")
+    begin_log()
     clock, known = MonotonicClock(), Tenants.load(tenants)
     compile_for(cluster)
     listening = listening_socket(path, group=group)

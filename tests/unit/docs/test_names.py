@@ -46,8 +46,8 @@ expiry explanation exposition facts failed fallback fault field file finish firs
 foreign forget free frozen full gaps gateway generate gloo gpu greedy guard harm harvest hash head
 health held history hold holders horizon host hour http id identity idle ids impact in index info
 init intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
-kubernetes kv kvcached label lanes large last latency latest launch law layers layout lazy leasable
-least leave ledger left lent lift limit linear list listener load location lock log logger logprob
+kubernetes kv kvcached label lag lanes large last latency latest launch law layers layout lazy
+leasable least leave ledger left lent lift limit linear list listener load location lock log logger logprob
 longest lookup loop lora lost mailbox make manifest map mapped match max measured median member
 memory message met meta metadata method metrics middleware miss mode model moment monotonic movable
 mps mux name narrow needed not object objective objects observed obstacles occupant offer on only

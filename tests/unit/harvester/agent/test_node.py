@@ -593,6 +593,16 @@ def test_says_which_slots_are_silent(stage: Stage) -> None:
     assert stage.node.silent_slots() == []
 
 
+def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -> None:
+    stage.production()
+    stage.switch.write_text("drain\n")
+    stage.beats()
+    assert stage.node.silent_slots() == []
+    stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
+    stage.beats()
+    assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 is expired")]
+
+
 def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

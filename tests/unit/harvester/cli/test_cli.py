@@ -211,6 +211,34 @@ def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[st
     assert any(row.split() == ["slot0", "30", "s", "25%", "50%", "75%"] for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("slot_state", "refused", "code"),
+    [("closed", "", 0), ("off", "", 1), ("closed", "line 3: no such field", 1)],
+)
+def test_a_checked_status_fails_where_something_needs_a_look(
+    monkeypatch: pytest.MonkeyPatch, slot_state: str, refused: str, code: int
+) -> None:
+    offer = SlotOffer(
+        slot=SlotId("slot0"),
+        node=NodeId("n"),
+        state=SlotState.OFF,
+        engine_url="",
+        model="m",
+        epoch=Epoch(1),
+        concurrency=1,
+        kv_tokens=0,
+        idle_ratio=None,
+        reason="quarantined",
+        mode="harvest",
+        slot_state=slot_state,
+    )
+    offers = SlotOffers(node=NodeId("n"), slots=(offer,), config_refused=refused)
+    monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
+    asked = ["status", "--pages", "/nonexistent", "--agent", "http://127.0.0.1:1"]
+    assert exit_code(asked) == 0
+    assert exit_code([*asked, "--check"]) == code
+
+
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["status", "--pages", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err.replace("\n", "")

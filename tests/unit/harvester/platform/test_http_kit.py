@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import resource
+import signal
 import zlib
 from collections.abc import AsyncIterator
 from functools import partial
@@ -35,6 +36,20 @@ from harvester.platform.http_kit import (
     serving,
     token_required,
 )
+
+
+async def test_a_service_without_a_terminal_goes_on_at_sighup(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for on_terminal in (False, True):
+        monkeypatch.setattr(http_kit.os, "isatty", lambda _fd, here=on_terminal: here)
+        stop = http_kit.stop_event()
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert stop.is_set() is on_terminal
+    assert "restart to apply them" in caplog.text
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 class TeapotError(RoseMuxError):
