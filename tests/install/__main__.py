@@ -3,9 +3,9 @@
 The agent is installed from the lock and started by its unit, and so is a gateway, which must come
 back after SIGKILL. Production starts beside them by the page's command, with the observer alone,
 until the agent believes its pulse. With `--guest` the guest starts by its unit too, and rollouts
-through the gateway must get tokens. With `--cluster` the gateway then moves to a second node. Then the
-page's way back. The guest's part needs a machine that is idle, as an idle guest has no other core
-time.
+through the gateway must get tokens. With `--cluster` the gateway then moves to a second node.
+Then the page's way back. The guest's part needs a machine that is idle, as an idle guest has no
+other core time.
 
 Replaced are only a machine's own settings: two small models, the size of the guest's KV. The node
 has no network: wheels of the agent's part come from a folder, and what a guest needs beyond them is

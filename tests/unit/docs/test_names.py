@@ -47,8 +47,8 @@ foreign forget free frozen full gaps gateway generate gloo gpu greedy guard harm
 health held history hold holders horizon host hour http id identity idle ids impact in index info
 init intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
 kubernetes kv kvcached label lag lanes large last latency latest launch law layers layout lazy
-leasable least leave ledger left lent lift limit linear list listener load location lock log logger logprob
-longest lookup loop lora lost mailbox make manifest map mapped match max measured median member
+leasable least leave ledger left lent lift limit linear list listener load location lock log
+logger logprob longest lookup loop lora lost mailbox make manifest map mapped match max measured median member
 memory message met meta metadata method metrics middleware miss mode model moment monotonic movable
 mps mux name narrow needed not object objective objects observed obstacles occupant offer on only
 openapi operation operator options order other outage outcome output over overruns overwrite own
