@@ -8,10 +8,8 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
 from scheduler.gateway.dialects.renderer import Body, RendererFault
+from scheduler.gateway.engines.engine_output import NO_LOGPROB
 from scheduler.gateway.loop_share import in_shares
-
-_NO_LOGPROB = -9999.0
-"""vLLM's, where a number must be."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -54,7 +52,7 @@ async def prompt_logprobs(
 def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
     """The log-probability of a prompt token in the form of a sampled token's."""
     if scores is None:
-        return TokenLogprob(token_id, _NO_LOGPROB)
+        return TokenLogprob(token_id, NO_LOGPROB)
     candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
     return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
 
