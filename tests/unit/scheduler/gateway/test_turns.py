@@ -96,7 +96,9 @@ def test_a_chunk_whose_tokens_and_log_probabilities_cannot_be_true_is_the_engine
         (math.nan, "no log-probability of a sampled token"),
     ],
 )
-def test_what_is_no_log_probability_of_a_sampled_token_is_the_engines_fault(logprob, fault) -> None:
+def test_a_value_that_is_no_log_probability_of_a_sampled_token_is_the_engines_fault(
+    logprob, fault
+) -> None:
     turn = _attempt().turn
     attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(1), numerics="")
     listed = [TokenLogprob(6, -0.5), TokenLogprob(7, logprob)]
