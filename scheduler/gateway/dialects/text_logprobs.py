@@ -10,6 +10,7 @@ from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
 from scheduler.gateway.dialects.renderer import Body, RendererFault
 from scheduler.gateway.engines.engine_output import NO_LOGPROB
 from scheduler.gateway.loop_share import in_shares
+from scheduler.gateway.requests import MAX_LOGPROBS
 
 
 class PromptLogprob(msgspec.Struct):
@@ -19,6 +20,7 @@ class PromptLogprob(msgspec.Struct):
 _PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
 """Decodes one token's log-probabilities: all of a long prompt take a second."""
 _ENCODER = msgspec.json.Encoder()
+MOST_LIKELIEST = MAX_LOGPROBS - 1
 NAMED_AT_ONCE = 32
 """Tokens of a choice that are named in one piece: with 128 candidates each, about 4 ms."""
 
@@ -55,6 +57,11 @@ def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLo
         return TokenLogprob(token_id, NO_LOGPROB)
     candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
     return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+
+
+def likeliest(logprob: TokenLogprob, count: int) -> list[TokenLogprob]:
+    """The likeliest of a sampled token's candidates, of which it has one more than `count`."""
+    return sorted(logprob.top_logprobs, key=lambda each: -each.logprob)[:count]
 
 
 def token_name(logprob: TokenLogprob) -> str:
