@@ -137,6 +137,8 @@ class DedicatedTurns:
         )
         async with asyncio.timeout(_STALL_S):
             description, held = await client.adopt()
+            if description.fault:
+                raise EngineLost(description.fault)
             numerics = listed.numerics or numerics_of(
                 engine, await client.vllm_version(), description
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from harvester.contracts.errors import Unsupported
+from harvester.contracts.errors import Exhausted, Unsupported
 from harvester.contracts.wire.rollouts import Choice, FinishReason
 from scheduler.client.rollout_client import AsyncRolloutClient
 
@@ -37,13 +37,15 @@ class VerlServer:
     """The class that `started` makes a Ray actor. Abort and resume are verl's partial rollouts;
     sleeping and waking are the gateway's, and calls for them do nothing.
 
-    `response_length`: most tokens of a turn that names no bound. `client`: AsyncRolloutClient's
-    options.
+    `prompt_length`, `response_length`: verl's settings. `client`: AsyncRolloutClient's options.
     """
 
-    def __init__(self, gateway: str, job: str, *, response_length: int, **client: Any) -> None:
+    def __init__(
+        self, gateway: str, job: str, *, prompt_length: int, response_length: int, **client: Any
+    ) -> None:
         self._client = AsyncRolloutClient(gateway, job, **client)
         self._response_length = response_length
+        self._length = prompt_length + response_length
         self._running = asyncio.Event()
         self._running.set()
 
@@ -60,16 +62,22 @@ class VerlServer:
         trajectory: str | None = None,
     ) -> TokenOutput:
         """One turn. `trajectory`: verl gives each turn a new id; without the trajectory's name, its
-        turns share no prefix."""
+        turns share no prefix. Raises Exhausted for a turn that ended early for a fault: verl's
+        loops would reward what there is of it."""
         if image_data or video_data or audio_data or mm_processor_kwargs:
             raise Unsupported("media is not routed; send a prompt of token ids alone")
         await self._running.wait()
         choice = await self._client.generate(
             [int(each) for each in prompt_ids],
-            self._sampling(sampling_params),
+            self._sampling(sampling_params, len(prompt_ids)),
             trajectory=trajectory or request_id,
             priority=priority,
+            on_interrupt="continue",
         )
+        if choice.fault:
+            raise Exhausted(
+                f"turn {request_id} ended after {len(choice.token_ids)} tokens: {choice.fault}"
+            )
         return _output(choice, with_log_probs=bool(sampling_params.get("logprobs")))
 
     async def abort_all_requests(self, **_: Any) -> None:
@@ -89,12 +97,14 @@ class VerlServer:
     async def close(self) -> None:
         await self._client.close()
 
-    def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """verl's and SGLang's names for the bound; whether log-probabilities are sent back is not
-        the gateway's matter."""
+    def _sampling(self, given: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+        """verl's and SGLang's names for the bound, within verl's lengths together: a later prompt
+        holds earlier responses. Whether log-probabilities are sent back is not the gateway's
+        matter."""
         sampling = {name: value for name, value in given.items() if name != "logprobs"}
         bound = sampling.pop("max_new_tokens", None) or self._response_length
-        return {"max_tokens": bound, **sampling}
+        bound = min(sampling.get("max_tokens", bound), self._length - prompt_tokens)
+        return sampling | {"max_tokens": max(1, bound)}
 
 
 def _output(choice: Choice, *, with_log_probs: bool) -> TokenOutput:

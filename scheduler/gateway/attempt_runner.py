@@ -28,7 +28,7 @@ from scheduler.gateway.engines.engine_faults import (
     RequestRefused,
     names_context,
 )
-from scheduler.gateway.engines.engine_output import ROUNDED_LOGPROB, accepted, check_finish
+from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
@@ -251,9 +251,7 @@ class AttemptRunner:
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
-        bound, described = member.vocabulary_tokens or math.inf, member.description
-        logits = described is not None and described.logprobs_mode.endswith("_logits")
-        most_logprob = math.inf if logits else ROUNDED_LOGPROB
+        bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
@@ -261,7 +259,7 @@ class AttemptRunner:
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.chunk_at_s - running.began_s)
-                    running.tokens += accepted(turn, attempt, choice, bound, most_logprob)
+                    running.tokens += accepted(turn, attempt, choice, bound)
                     member.held_tokens = max(member.held_tokens, turn.length)
                     if running.course.too_short:
                         self._prove_short(turn, running.course)

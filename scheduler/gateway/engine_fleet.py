@@ -380,6 +380,8 @@ class EngineFleet:
         return fault
 
     def _clash(self, described: EngineDescription, *, among: Iterable[Member]) -> str:
+        if described.fault:
+            return described.fault
         for other in among:
             if other.description is None or not self._serving(other.engine.engine):
                 continue

@@ -285,8 +285,9 @@ class Gateway:
         names = self._scheduler.model_names(job)
         if model is None or model in names:
             return
-        why = f"model: {model[:SHOWN_CHARS]!r} is not what job {job} trains; "
-        if self._scheduler.may_meet_other_models():
+        trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
+        why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
+        if self._scheduler.may_meet_other_models(job):
             raise Exhausted(f"{why}and no engine's model is known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 

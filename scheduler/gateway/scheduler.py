@@ -376,12 +376,15 @@ class Scheduler:
         return bool(routing.open_turns_of(job) or queued)
 
     def model_names(self, job: JobId) -> set[str]:
-        """Model names that a request of the job may use."""
-        return {job, self.jobs[job].adapter or job, *self.fleet.models()}
+        """Model names that a request of the job may use. The base of its adapter is none of them,
+        since engines answer with the adapter."""
+        adapter = self.jobs[job].adapter
+        return {job, adapter} if adapter else {job, *self.fleet.models()}
 
-    def may_meet_other_models(self) -> bool:
+    def may_meet_other_models(self, job: JobId) -> bool:
         """Whether no engine's model is known yet, though there are engines to come."""
-        return not self.fleet.models() and bool(self.fleet.members or self.settings.agents)
+        known = self.jobs[job].adapter or self.fleet.models()
+        return not known and bool(self.fleet.members or self.settings.agents)
 
     def _switched(self, job: JobId, switch: Switch, on: bool) -> None:
         match switch:

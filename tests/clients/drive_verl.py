@@ -57,7 +57,7 @@ async def generate(facts: Facts) -> None:
 async def act(facts: Facts) -> None:
     """Batches of turns as agent loops ask for them, and a partial rollout: verl's client goes on by
     itself from what an aborted turn returned."""
-    server = verl_server.started(URL, JOB, response_length=MAX_TOKENS)
+    server = verl_server.started(URL, JOB, prompt_length=LONG_TOKENS, response_length=MAX_TOKENS)
     balancer = get_router_handle({"gateway": server})
     rollout = {"name": "vllm", "response_length": LONG_TOKENS}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})

@@ -76,9 +76,9 @@ class FakeEngine:
         """Whether it answers nothing, as a stopped process; and whether it is so after a reset."""
         self.replaced_after = ""
         """The control route after which another process is here, once."""
-        self.false_lengths = self.misnamed = 0
+        self.false_lengths = self.misnamed = self.unscored = 0
         """Streams to come that end with `length` at their first token; chunks to come whose
-        log-probability is another token's."""
+        log-probability is another token's; chunks to come whose log-probability was NaN."""
         self.eos: list[int] = []
         self.after_finish = ""
         """Event after the last chunk: `break` of the connection, or `wait` of a second."""
@@ -382,9 +382,14 @@ class FakeEngine:
             named = token
             if self.misnamed:
                 self.misnamed, named = self.misnamed - 1, token ^ 1
-            wanted = [named, *(sampling.get("logprob_token_ids") or [])]
+            likeliest = range(sampling["logprobs"])
+            wanted = [named, *(sampling.get("logprob_token_ids") or likeliest)]
             shown = list(dict.fromkeys(wanted))[: max(1, sampling["logprobs"])]
-            more = {"sampling_mask": [[token, 0]]} if self.masks else {}
+            more: dict[str, Any] = {"sampling_mask": [[token, 0]]} if self.masks else {}
+            if self.unscored:
+                self.unscored -= 1
+                content = {"token_id": token, "logprob": -9999.0, "rank": None, "top_logprobs": []}
+                more["logprobs"] = {"content": [content]}
             if finish and self.routes_experts:
                 more["routed_experts"] = f"{len(token_ids) - 1} rows"
             await response.write(_chunk(request_id, token, finish, shown, more))

@@ -8,6 +8,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.gateway_status import GatewayEngine
 from harvester.contracts.wire.rollouts import VersionPin
+from harvester.platform.backoff import RetryLimits
 from scheduler.client.rollout_client import AsyncRolloutClient
 from scheduler.model import EngineKind
 from tests.integration.fake_engine import FakeEngine
@@ -36,4 +37,17 @@ async def test_an_engine_with_its_first_weights_serves_only_a_job_that_has_publi
             with pytest.raises((Exhausted, TimeoutError)):
                 async with asyncio.timeout(2.0):
                     await turn
+    await site.close()
+
+
+async def test_an_engine_whose_log_probabilities_are_not_the_policys_serves_no_turn() -> None:
+    site, raw = Site(), FakeEngine(step_s=0.001, epoch=None)
+    raw.logprobs_mode = "raw_logprobs"
+    await site.serve(raw.app())
+    dedicated, limits = {"e0": site.url}, RetryLimits(give_up_s=0.5)
+    async with AsyncRolloutClient(
+        "http://127.0.0.1:1", "job", dedicated=dedicated, silence_s=0.1, retries=limits
+    ) as client:
+        with pytest.raises(Exhausted, match="--logprobs-mode processed_logprobs"):
+            await client.generate([4, 5, 6], {"max_tokens": 3})
     await site.close()

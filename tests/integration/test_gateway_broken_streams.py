@@ -74,16 +74,27 @@ async def test_an_engine_that_is_gone_is_down_at_the_first_broken_stream() -> No
         assert not (await gateway.status())["engines"]["e0"]["up"]
 
 
-async def test_the_log_probability_of_another_token_reaches_no_reply() -> None:
+@pytest.mark.parametrize("fault", ["misnamed", "unscored"])
+async def test_the_log_probability_of_another_token_or_of_none_reaches_no_reply(fault: str) -> None:
     engine = fake()
     async with gateway_on(engine) as gateway:
         await gateway.publish(1)
-        engine.misnamed = 1
+        setattr(engine, fault, 1)
         status, choice = await gateway.generate("t", 20)
         assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
         told = [each["token_id"] for each in choice["logprobs"]["content"]]
         assert told == choice["token_ids"]
         assert gateway.scheduler.ledgers["job"].counters.retried == 1
+
+
+async def test_a_token_that_no_engine_has_a_log_probability_for_ends_the_turn_in_words() -> None:
+    engines = [fake(), fake()]
+    async with gateway_on(*engines, timeouts={"stuck_s": 1.0}) as gateway:
+        await gateway.publish(1)
+        engines[0].unscored = engines[1].unscored = 1 << 20
+        status, reply = await gateway.generate("t", 5)
+    assert status == 503
+    assert "no log-probability of a sampled token" in reply["error"]["message"]
 
 
 @asynccontextmanager

@@ -214,6 +214,18 @@ async def test_miles_gets_what_its_rollout_reads_of_a_reply() -> None:
     assert (refused[0], "another" in refused[1]["error"]) == (404, True)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_sglang_s_top_log_probabilities_are_the_likeliest_tokens(count: int) -> None:
+    body = {"input_ids": IDS, "return_logprob": True, "sampling_params": {"max_new_tokens": 4}}
+    async with served() as (gateway, _):
+        status, told = await gateway.post("/generate", body | {"top_logprobs_num": count})
+        refused, why = await gateway.post("/generate", body | {"top_logprobs_num": 20})
+    likeliest = [[-token / VOCABULARY, token, None] for token in range(count)]
+    assert (status, told["meta_info"]["output_top_logprobs"]) == (200, [likeliest] * 4)
+    assert refused == 400
+    assert "top_logprobs_num: send one number for all, at most 19" in why["error"]
+
+
 async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:
     """The request of miles 06180588, prefill_logprobs.py."""
     many = [IDS, [*IDS[:-1], 7]]

@@ -155,12 +155,19 @@ async def test_weights_of_an_earlier_gateway_are_not_the_first_weights() -> None
         assert choice["token_ids"] == continued(PROMPT, 5, version=6)
 
 
-@pytest.mark.parametrize(
-    ("what", "value"), [("vocabulary", 300), ("logprobs_mode", "raw_logprobs")]
-)
-async def test_an_engine_that_computes_something_else_does_not_join(what, value) -> None:
+async def test_an_engine_whose_log_probabilities_are_not_the_policys_serves_no_turn() -> None:
+    raw = fake()
+    raw.logprobs_mode = "raw_logprobs"
+    async with gateway_on(raw, timeouts={"queue_s": 0.5}) as gateway:
+        await until(gateway, "e0", "failed")
+        status, reply = await gateway.generate("t", 2)
+    assert status == 503
+    assert "start it with --logprobs-mode processed_logprobs" in reply["error"]["message"]
+
+
+async def test_an_engine_that_computes_something_else_does_not_join() -> None:
     odd = fake()
-    setattr(odd, what, value)
+    odd.vocabulary = 300
     async with gateway_on(fake(), odd) as gateway:
         await asyncio.wait(
             {asyncio.create_task(until(gateway, e, "serving")) for e in ("e0", "e1")},
@@ -173,7 +180,7 @@ async def test_an_engine_that_computes_something_else_does_not_join(what, value)
                     break
                 await asyncio.sleep(0.02)
         (fault,) = (engine["fault"] for engine in engines.values() if engine["fault"])
-        assert fault.startswith(what)
+        assert fault.startswith("vocabulary")
 
 
 async def test_weights_changed_by_another_hand_are_no_turns_fault() -> None:

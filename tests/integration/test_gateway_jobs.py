@@ -117,3 +117,24 @@ async def test_a_tenant_s_model_chooses_none_of_another_tenant_s_jobs(tmp_path: 
     async with gateway_on(engine(), jobs=jobs, tokens=tokens) as gateway:
         status, reply = await gateway.post(GENERATE, turn(model="job"), mine)
     assert (status, "this caller has several jobs: other, third" in str(reply)) == (400, True)
+
+
+async def test_a_job_that_trains_an_adapter_does_not_serve_its_base() -> None:
+    """The adapter would answer, and reference log-probabilities would be the policy's."""
+    scored = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
+    scored["sampling_params"] = {"max_new_tokens": 0}
+    async with gateway_on(engine(), jobs=[{"id": "job", "adapter": "policy"}]) as gateway:
+        status, _ = await gateway.generate("early", 2, model="another")
+        await gateway.publish(1)
+        _, listed = await gateway.get("/v1/models")
+        for name in ("job", "policy"):
+            assert (await gateway.generate(name, 2, model=name))[0] == 200
+            assert (await gateway.post("/generate", scored | {"lora_path": name}))[0] == 200
+        assert (await gateway.post("/generate", scored))[0] == 200
+        refused, why = await gateway.generate("base", 2, model="fake")
+        null, lora = await gateway.post("/generate", scored | {"lora_path": None})
+    assert status == 404, "an engine to come changes nothing"
+    assert [each["id"] for each in listed["data"]] == ["job", "policy"]
+    assert refused == 404
+    assert "'fake' is not the adapter that job job trains" in why["error"]["message"]
+    assert (null, "serves its adapter, not the base" in lora["error"]) == (400, True)

@@ -79,6 +79,19 @@ async def test_a_promise_is_kept_as_the_protobuf_of_its_samples() -> None:
     assert (status, reply) == (200, wanted * 2)
 
 
+async def test_the_likeliest_tokens_come_with_each_sampled_one() -> None:
+    async with tinker() as client:
+        _, sampler = await client.sampler(base_model="job")
+        _, promise = await client.begin(sampler, 0, topk_sample_logprobs=1)
+        _, reply = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+        refused, why = await client.begin(sampler, 1, topk_sample_logprobs=20)
+    # Token 0 is the likeliest at each place, with a log-probability of 0.
+    best = b"\x0a\x0c" + bytes(12) + b"\x12\x0c" + bytes(12) + b"\x18\x01\x20\x03"
+    assert reply.endswith(b"\x22\x20" + best)
+    assert refused == 400
+    assert "topk_sample_logprobs: send a number, at most 19" in str(why)
+
+
 async def test_a_prompt_s_log_probabilities_come_beside_its_samples() -> None:
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 2}
     async with tinker() as client:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import ray
 
+from harvester.contracts.errors import Exhausted
 from scheduler.client import verl_server
 from tests.integration.conftest import Served
-from tests.integration.gateway_in_process import PROMPT, continued
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
 
 pytestmark = [
     pytest.mark.ray,
@@ -27,7 +29,7 @@ Start = Callable[..., Served]
 @pytest.fixture
 def server(ray_cluster: None, fake_engine: Start, gateway: Start) -> Iterator[Any]:
     service = gateway(fake_engine(step_s=0.01), fake_engine(step_s=0.01))
-    handle = verl_server.started(service.url, "job", response_length=12)
+    handle = verl_server.started(service.url, "job", prompt_length=4000, response_length=12)
     yield handle
     ray.kill(handle)
 
@@ -61,6 +63,35 @@ def test_a_turn_has_verl_s_fields(server: Any) -> None:
         )
     )
     assert (len(bare.token_ids), bare.log_probs) == (3, None)
+
+
+async def test_a_turn_is_bounded_as_by_verl_s_own_servers_where_prompts_grow() -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None, context=32)
+    async with gateway_on(engine) as gateway:
+        server = verl_server.VerlServer(
+            gateway.url, "job", prompt_length=16, response_length=16, silence_s=5
+        )
+        for tokens, made in ((10, 16), (20, 12), (31, 1)):
+            prompt = list(range(1, tokens + 1))
+            for given in ({}, {"max_tokens": 16}, {"max_new_tokens": 16}):
+                output = await server.generate(prompt, SAMPLING | given, f"r{tokens}")
+                assert output.token_ids == continued(prompt, made, version=0), (tokens, given)
+        await server.close()
+
+
+async def test_a_turn_that_ends_early_for_a_fault_raises_and_is_not_rewarded() -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    jobs = [{"id": "job", "on_interrupt": "return_partial"}]
+    async with gateway_on(engine, jobs=jobs, timeouts={"stuck_s": 1.0}) as gateway:
+        server = verl_server.VerlServer(
+            gateway.url, "job", prompt_length=16, response_length=400, fallback=False
+        )
+        turn = asyncio.create_task(server.generate(PROMPT, SAMPLING, "r"))
+        await gateway.until_tokens(5)
+        engine.unscored = 1 << 20
+        with pytest.raises(Exhausted, match=r"ended after \d+ tokens: no engine made a token"):
+            await asyncio.wait_for(turn, 10)
+        await server.close()
 
 
 def test_media_is_refused_in_words(server: Any) -> None:

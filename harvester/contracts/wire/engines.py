@@ -42,9 +42,16 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's `--logprobs-mode`: log-probabilities before or after temperature and top-p."""
     features: tuple[str, ...] = ()
 
+    @property
+    def fault(self) -> str:
+        """Why its log-probabilities are not those of the policy that sampled; "" if they may be."""
+        if self.logprobs_mode in ("", "processed_logprobs"):
+            return ""
+        return f"it reports {self.logprobs_mode}: start it with --logprobs-mode processed_logprobs"
+
     def disagreement(self, other: "EngineDescription") -> str:
         """Why the two cannot make tokens of one job; "" if they can. Unknown facts agree."""
-        for what in ("architecture", "vocabulary", "logprobs_mode"):
+        for what in ("architecture", "vocabulary"):
             mine, its = getattr(self, what), getattr(other, what)
             if mine and its and mine != its:
                 return f"{what} {mine}, not {its}"

@@ -24,7 +24,7 @@ from scheduler.gateway.dialects.renderer import COMPLETION, Body
 from scheduler.gateway.dialects.session_names import session_of, trajectory_of
 from scheduler.gateway.dialects.stopped_text import early_parts, text_tokens, without_stop
 from scheduler.gateway.dialects.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS, given
-from scheduler.gateway.dialects.text_logprobs import prompt_logprobs
+from scheduler.gateway.dialects.text_logprobs import MOST_LIKELIEST, likeliest, prompt_logprobs
 from scheduler.gateway.dialects.text_routes import (
     CHUNK_PERIOD_S,
     Admit,
@@ -33,6 +33,7 @@ from scheduler.gateway.dialects.text_routes import (
     turns_of,
 )
 from scheduler.gateway.loop_share import LoopShare, in_shares
+from scheduler.gateway.requests import MAX_LOGPROBS
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 
@@ -142,7 +143,10 @@ class SglangRoutes:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
-        sent = _SGLangRequest(await json_object(request))
+        body = await json_object(request)
+        if self._scheduler.jobs[job].adapter and not body.get("lora_path", job):
+            raise PeerProtocolError(f"lora_path: job {job} serves its adapter, not the base")
+        sent = _SGLangRequest(body)
         ids = sent.input_ids or await self._scheduler.renderer.tokenize(sent.texts)
         turns = await turns_of(
             await in_shares(self._admit(job, sent.generate(each, i)) for i, each in enumerate(ids))
@@ -259,10 +263,11 @@ class _SGLangRequest:
         if self._scores_only and self._scores_from is None:
             raise PeerProtocolError("max_new_tokens: 0 scores prompts; send logprob_start_len too")
         rid, candidates = body.get("rid"), body.get("top_logprobs_num") or 0
+        most = MAX_LOGPROBS if self._scores_only else MOST_LIKELIEST
         if rid is not None and not isinstance(rid, str):
             raise PeerProtocolError("rid: send one string for the request")
-        if not isinstance(candidates, int) or isinstance(candidates, bool):
-            raise PeerProtocolError("top_logprobs_num: send one number for all prompts")
+        if type(candidates) is not int or not 0 <= candidates <= most:
+            raise PeerProtocolError(f"top_logprobs_num: send one number for all, at most {most}")
         self.name: str = secrets.token_hex(16) if rid is None else rid
         self.session = session_of(body)
         self.stream = bool(body.get("stream"))
@@ -276,7 +281,8 @@ class _SGLangRequest:
     def generate(self, token_ids: list[int], index: int) -> bytes:
         """The body of a generate request for a prompt."""
         name = f"{self.name}-{index}" if self.many else self.name
-        sampling = self._sampling | {"logprobs": max(1, self.candidates)}
+        # The sampled token takes a place among vLLM's candidates.
+        sampling = self._sampling | {"logprobs": 1 if self._scores_only else self.candidates + 1}
         if self._scores_from is not None:
             if self._scores_from >= len(token_ids):
                 raise PeerProtocolError("logprob_start_len: beyond the prompt")
@@ -352,7 +358,7 @@ def _reply(sent: _SGLangRequest, choice: Choice, turn: GenerateRequest, text: st
         meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
         if sent.candidates:
             meta["output_top_logprobs"] = [
-                [[each.logprob, each.token_id, None] for each in token.top_logprobs]
+                [[each.logprob, each.token_id, None] for each in likeliest(token, sent.candidates)]
                 for token in content
             ]
     return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}

@@ -8,10 +8,9 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
 from scheduler.gateway.dialects.renderer import Body, RendererFault
+from scheduler.gateway.engines.engine_output import NO_LOGPROB
 from scheduler.gateway.loop_share import in_shares
-
-_NO_LOGPROB = -9999.0
-"""vLLM's, where a number must be."""
+from scheduler.gateway.requests import MAX_LOGPROBS
 
 
 class PromptLogprob(msgspec.Struct):
@@ -21,6 +20,7 @@ class PromptLogprob(msgspec.Struct):
 _PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
 """Decodes one token's log-probabilities: all of a long prompt take a second."""
 _ENCODER = msgspec.json.Encoder()
+MOST_LIKELIEST = MAX_LOGPROBS - 1
 NAMED_AT_ONCE = 32
 """Tokens of a choice that are named in one piece: with 128 candidates each, about 4 ms."""
 
@@ -54,9 +54,14 @@ async def prompt_logprobs(
 def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
     """The log-probability of a prompt token in the form of a sampled token's."""
     if scores is None:
-        return TokenLogprob(token_id, _NO_LOGPROB)
+        return TokenLogprob(token_id, NO_LOGPROB)
     candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
     return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+
+
+def likeliest(logprob: TokenLogprob, count: int) -> list[TokenLogprob]:
+    """The likeliest of a sampled token's candidates, of which it has one more than `count`."""
+    return sorted(logprob.top_logprobs, key=lambda each: -each.logprob)[:count]
 
 
 def token_name(logprob: TokenLogprob) -> str:

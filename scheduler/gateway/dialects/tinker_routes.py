@@ -29,11 +29,12 @@ from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequ
 from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
 from scheduler.gateway.dialects.renderer import Body
 from scheduler.gateway.dialects.session_names import trajectory_of
-from scheduler.gateway.dialects.text_logprobs import prompt_logprobs
+from scheduler.gateway.dialects.text_logprobs import MOST_LIKELIEST, likeliest, prompt_logprobs
 from scheduler.gateway.dialects.text_routes import Admit, JobOf, json_object
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY, TenantShares
+from scheduler.gateway.requests import MAX_LOGPROBS
 from scheduler.gateway.samples import follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 
@@ -131,8 +132,7 @@ class TinkerRoutes:
         name = f"{body.get('sampling_session_id')}.{body.get('seq_id')}"
         encoded = _generate_body(name, body)
         generate = self._admit(job, encoded)
-        flags = (bool(body.get(each)) for each in ("topk_sample_logprobs", "prompt_logprobs"))
-        digest = sha256(encoded + bytes(flags)).digest()
+        digest = sha256(encoded + bytes([bool(body.get("prompt_logprobs"))])).digest()
         promise = self._promises.get((job, name))
         if promise is not None and promise.failed:
             promise.drop()
@@ -279,10 +279,10 @@ def _generate_body(name: str, body: Body) -> bytes:
         given["stop_token_ids"] = stop
     elif stop is not None:
         given["stop"] = stop
-    candidates, of_prompt = (
-        _number_of(body, name) for name in ("topk_sample_logprobs", "topk_prompt_logprobs")
-    )
-    given |= {"n": body.get("num_samples", 1), "logprobs": max(1, candidates)}
+    of_prompt = _number_of(body, "topk_prompt_logprobs")
+    # The sampled token takes a place among vLLM's candidates.
+    candidates = 1 + _number_of(body, "topk_sample_logprobs", most=MOST_LIKELIEST)
+    given |= {"n": body.get("num_samples", 1), "logprobs": candidates}
     if of_prompt or body.get("prompt_logprobs"):
         given["prompt_logprobs"] = of_prompt
     pin = {"weight_version": {"exact": int(version)}} if version else {}
@@ -292,10 +292,10 @@ def _generate_body(name: str, body: Body) -> bytes:
     return msgspec.json.encode(generate | pin, order="sorted")
 
 
-def _number_of(body: Body, name: str) -> int:
+def _number_of(body: Body, name: str, *, most: int = MAX_LOGPROBS) -> int:
     number = body.get(name) or 0
-    if type(number) is not int or number < 0:
-        raise PeerProtocolError(f"{name}: send a number")
+    if type(number) is not int or not 0 <= number <= most:
+        raise PeerProtocolError(f"{name}: send a number, at most {most}")
     return number
 
 
@@ -333,10 +333,7 @@ def _sequence(choice: Choice, top_k: int) -> bytes:
     encoded += _message(2, _int32(choice.token_ids))
     encoded += _message(3, _float32(each.logprob for each in content))
     if top_k and content:
-        best = [
-            sorted(each.top_logprobs or (each,), key=lambda token: -token.logprob)[:top_k]
-            for each in content
-        ]
+        best = [likeliest(each, top_k) for each in content]
         width = min(map(len, best))
         rows = [[(token.token_id, token.logprob) for token in row[:width]] for row in best]
         encoded += _message(4, _candidates(rows))

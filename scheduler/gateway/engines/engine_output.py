@@ -11,8 +11,10 @@ from scheduler.gateway.policy.turn import FINISHED, Turn
 _UNFINISHED = frozenset(("abort", "error"))
 """Finish reasons of an attempt whose turn goes on."""
 _REASON_CHARS = 40
-ROUNDED_LOGPROB = 1e-3
+_ROUNDED_LOGPROB = 1e-3
 """Largest log-probability of an engine: certainty, which rounding may put above 0."""
+NO_LOGPROB = -9999.0
+"""vLLM's for minus infinity and NaN, where a number must be."""
 
 
 def check_finish(choice: EngineChoice) -> None:
@@ -23,11 +25,7 @@ def check_finish(choice: EngineChoice) -> None:
 
 
 def accepted(
-    turn: Turn,
-    attempt: Attempt,
-    choice: EngineChoice,
-    vocabulary_tokens: float = math.inf,
-    most_logprob: float = ROUNDED_LOGPROB,
+    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
 ) -> int:
     """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
     vocabulary: a wrong log-probability must not reach training."""
@@ -37,11 +35,12 @@ def accepted(
         raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
     if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
         raise EngineLost(f"protocol: tokens {token_ids[:8]} not below {vocabulary_tokens}")
-    if logprobs and (most := max(each.logprob for each in logprobs)) > most_logprob:
-        raise EngineLost(
-            f"protocol: log-probability {most:g}, above 0; run vLLM with "
-            "--logprobs-mode processed_logprobs"
-        )
+    for each in logprobs or ():
+        if not NO_LOGPROB < each.logprob <= _ROUNDED_LOGPROB:
+            what = "no log-probability of a sampled token"
+            if each.logprob > 0:
+                what = "a log-probability above 0; run vLLM with --logprobs-mode processed_logprobs"
+            raise EngineLost(f"protocol: {each.logprob:g} for token {each.token_id}: {what}")
     if logprobs and not turn.request.sampling_params.lists_candidates:
         # vLLM lists the sampled token among its own candidates.
         logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]

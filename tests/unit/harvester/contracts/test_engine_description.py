@@ -19,10 +19,14 @@ def replaced(**changes: object) -> EngineDescription:
     return replace(LLAMA, **changes)
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits", "raw_logits"])
+def test_only_processed_log_probabilities_are_those_of_the_policy(mode: str) -> None:
+    assert "start it with --logprobs-mode processed_logprobs" in replaced(logprobs_mode=mode).fault
+    assert LLAMA.fault == replaced(logprobs_mode="").fault == ""
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"architecture": "MambaForCausalLM"}, {"vocabulary": 513}, {"logprobs_mode": "raw_logprobs"}],
-    ids=str,
+    "changes", [{"architecture": "MambaForCausalLM"}, {"vocabulary": 513}], ids=str
 )
 def test_engines_that_compute_something_else_disagree_both_ways(changes) -> None:
     other = replaced(**changes)

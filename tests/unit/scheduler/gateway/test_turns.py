@@ -87,15 +87,26 @@ def test_a_chunk_whose_tokens_and_log_probabilities_cannot_be_true_is_the_engine
     assert accepted(turn, attempt, good, 64) == 2
 
 
-def test_a_log_probability_above_0_is_the_engines_fault_unless_it_reports_logits() -> None:
+@pytest.mark.parametrize(
+    ("logprob", "fault"),
+    [
+        (3.0, "3 for token 7: a log-probability above 0; run vLLM with --logprobs-mode"),
+        (-9999.0, "-9999 for token 7: no log-probability of a sampled token"),
+        (-math.inf, "no log-probability of a sampled token"),
+        (math.nan, "no log-probability of a sampled token"),
+    ],
+)
+def test_a_value_that_is_no_log_probability_of_a_sampled_token_is_the_engines_fault(
+    logprob, fault
+) -> None:
     turn = _attempt().turn
     attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(1), numerics="")
-    false = EngineChoice([7], _Logprobs([TokenLogprob(7, 3.0)]))
-    with pytest.raises(EngineLost, match="log-probability 3, above 0"):
-        accepted(turn, attempt, false)
+    listed = [TokenLogprob(6, -0.5), TokenLogprob(7, logprob)]
+    with pytest.raises(EngineLost, match=f"protocol: .*{fault}"):
+        accepted(turn, attempt, EngineChoice([6, 7], _Logprobs(listed)))
     assert not turn.token_ids
-    assert accepted(turn, attempt, EngineChoice([7], _Logprobs([TokenLogprob(7, 1e-6)]))) == 1
-    assert accepted(turn, attempt, false, most_logprob=math.inf) == 1
+    masked = TokenLogprob(7, 1e-6, (TokenLogprob(7, 1e-6), TokenLogprob(8, -9999.0)))
+    assert accepted(turn, attempt, EngineChoice([7], _Logprobs([masked]))) == 1
 
 
 def test_only_a_finish_reason_of_vllm_ends_an_attempt() -> None:
