@@ -47,13 +47,13 @@ foreign forget free frozen full gaps gateway generate gloo gpu greedy guard harm
 health held history hold holders horizon host hour http id identity idle ids impact in index info
 init intake isolation joined journal journalled judge keeper kept kernels key kill kind kit known
 kubernetes kv kvcached label lag lanes large last latency latest launch law layers layout lazy
-leasable least leave ledger left lent lift limit linear list listener load location lock log
-logger logprob longest lookup loop lora lost mailbox make manifest map mapped match max measured median member
-memory message met meta metadata method metrics middleware miss mode model moment monotonic movable
-mps mux name narrow needed not object objective objects observed obstacles occupant offer on only
-openapi operation operator options order other outage outcome output over overruns overwrite own
-owners pace packer page pair parallel params parent part passed paths pause payload peer pending per
-percentile permissions picked piece plain plan plane planned plugin policy pool prefix pressure
+leasable least leave ledger left lent lift limit linear list listener load location lock log logger
+logprob longest lookup loop lora lost mailbox make manifest map mapped match max measured median
+member memory message met meta metadata method metrics middleware miss mode model moment monotonic
+movable mps mux name narrow needed not object objective objects observed obstacles occupant offer on
+only openapi operation operator options order other outage outcome output over overruns overwrite
+own owners pace packer page pair parallel params parent part passed paths pause payload peer pending
+per percentile permissions picked piece plain plan plane planned plugin policy pool prefix pressure
 price printed priority private probe process profile progress promise prompt proof protocol publish
 pull queue quiesce ran random range rank ray reader reason recall reclaim record ref refusal refuse
 register registry regroup release reload relocation remembered removal render renew repair repeated
