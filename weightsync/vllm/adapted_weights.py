@@ -18,7 +18,7 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
@@ -112,9 +112,11 @@ class AdaptedWeights:
         self._base.paced_by(pace)
         self._stores.paced_by(pace)
 
-    def fall_asleep(self) -> None:
-        self._base.fall_asleep()
+    def fall_asleep(self, level: int) -> None:
+        self._base.fall_asleep(level)
         self._stager.clear()
+        if level > KEEPING_LEVEL:
+            self._held.clear()
 
     def release(self) -> None:
         self._base.release()

@@ -300,3 +300,13 @@ def test_no_step_waits_for_a_store_while_a_version_is_staged(
     assert engine.stage("store", 99) is StageState.FAILED
     assert readers
     assert threading.get_ident() not in readers
+
+
+def test_a_deep_sleep_drops_adapters_too(engine: Engine, states: tuple[State, ...]) -> None:
+    engine.adapter("lora", 1)
+    engine.weights.fall_asleep(1)
+    assert engine.weights.report()["adapters"].keys() == {"policy"}
+    engine.weights.fall_asleep(2)
+    assert engine.weights.report() == {}
+    engine.base(4)
+    assert engine.weights.report()["adapters"] == {}
