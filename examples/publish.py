@@ -14,7 +14,7 @@ The second returns when the version is durable. The gateway hears of it in the b
 A sharded trainer (FSDP2, tensor parallel) does the same on every rank, without a gather:
 
     publisher = sharded_publisher("/srv/weights/job-a", announce=job_url)
-    published = publisher.publish(model.named_parameters(), step=step)
+    published = publisher.publish(model.state_dict(), step=step)
 
 Megatron-style ranks declare their parts: `("embed_tokens.weight", rows_of(part, rank, shape))`.
 """

@@ -32,7 +32,7 @@ from weightsync.encoding.codec import warm_up
 from weightsync.layout import cut_delta
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
@@ -193,7 +193,7 @@ class RankFollower:
         loaded = self._clock.now()
         self._weights.release()
         # Memory that an update leaves is freed in the background.
-        self._weights.fall_asleep()
+        self._weights.fall_asleep(KEEPING_LEVEL)
         gc.collect()
         seen = {
             "held_bytes": self._held_bytes,

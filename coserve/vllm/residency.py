@@ -150,9 +150,5 @@ class _Update:
 
     def _tell(self, asleep: frozenset[str]) -> None:
         # vLLM's own state says the same of a worker whose KV alone is released.
-        self._asleep, away = asleep, _WEIGHTS in asleep
-        setattr(self._worker, _AWAY, away)
-        engine = getattr(self._worker, "weight_transfer_engine", None)
-        set_asleep = getattr(engine, "set_asleep", None)
-        if set_asleep is not None:
-            set_asleep(asleep=away)
+        self._asleep = asleep
+        setattr(self._worker, _AWAY, _WEIGHTS in asleep)

@@ -153,7 +153,7 @@ class Intake:
         check_finite: bool = False,
     ) -> None:
         if not isinstance(state, Mapping) and hasattr(state, "state_dict"):
-            raise ConfigError("a module: pass its `state_dict()` or `named_parameters()`")
+            raise ConfigError("a module: pass its `state_dict()`")
         self.is_lasting = isinstance(state, Mapping)
         self._is_adapter = is_adapter
         self._finds_ties = finds_ties

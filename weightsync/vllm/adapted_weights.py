@@ -8,16 +8,17 @@ versions; `slots` holds the adapters in vLLM.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.layout.manifest import AdapterRecord
+from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
@@ -53,6 +54,7 @@ class AdaptedWeights:
         self._stores = stores
         self._slots = slots
         self._stager: Stager[_Coming] = Stager()
+        self._reader: Stager[Manifest | None] = Stager()
         self._held: dict[str, AdapterCopy] = {}
         """Copies in force, by the name in requests."""
 
@@ -67,7 +69,14 @@ class AdaptedWeights:
 
         Raises ConfigError or Stale where `load` would refuse a base: callers need not pause.
         """
-        manifest = self._stores.manifest(request.store, request.version)
+        manifest = self._stores.known(*request.key)
+        if manifest is None:
+            # A store that does not answer holds up no step.
+            read = partial(self._stores.manifest, *request.key)
+            status = self._reader.begin(request.key, read)
+            if status.state is not StageState.READY:
+                return status
+            manifest = self._reader.take(request.key, read)
         if manifest is None:
             return self._base.stage(request)
         if (record := manifest.adapter) is None:
@@ -103,9 +112,11 @@ class AdaptedWeights:
         self._base.paced_by(pace)
         self._stores.paced_by(pace)
 
-    def fall_asleep(self) -> None:
-        self._base.fall_asleep()
+    def fall_asleep(self, level: int) -> None:
+        self._base.fall_asleep(level)
         self._stager.clear()
+        if level > KEEPING_LEVEL:
+            self._held.clear()
 
     def release(self) -> None:
         self._base.release()
@@ -118,6 +129,7 @@ class AdaptedWeights:
 
     def close(self) -> None:
         self._stager.clear()
+        self._reader.clear()
         self._base.close()
         self._stores.close()
 
@@ -159,7 +171,7 @@ class AdaptedWeights:
     def _check_base_stays(self, request: RequestedVersion) -> None:
         if not self._held:
             return
-        manifest = self._stores.manifest(request.store, request.version)
+        manifest = self._stores.manifest(*request.key)
         published = manifest.state_hash if manifest else None
         for name, copy in self._held.items():
             if copy.record.base_state_hash != published:
@@ -170,7 +182,7 @@ class AdaptedWeights:
                 )
 
     def _record(self, request: RequestedVersion) -> AdapterRecord | None:
-        manifest = self._stores.manifest(request.store, request.version)
+        manifest = self._stores.manifest(*request.key)
         return manifest.adapter if manifest else None
 
     def _is_on(self, record: AdapterRecord) -> bool:

@@ -66,18 +66,21 @@ class AdapterStores:
         """See EngineWeights."""
         self._pool.pace = pace
 
+    def known(self, store: str, version: WeightVersion) -> Manifest | None:
+        """The index of a version, if it was read before."""
+        return self._manifests.get((store, version))
+
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
         """The index of a version, cached; None if it cannot be read, which the load reports."""
-        key = (store, version)
-        if key not in self._manifests:
+        if (found := self.known(store, version)) is None:
             try:
                 found = self._read_manifest(store, version)
             except RoseMuxError:
                 return None
             if len(self._manifests) >= MAX_REMEMBERED:
                 self._manifests.clear()
-            self._manifests[key] = found
-        return self._manifests[key]
+            self._manifests[store, version] = found
+        return found
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
         """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,

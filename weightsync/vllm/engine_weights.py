@@ -24,7 +24,7 @@ from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
 from weightsync.vllm.in_place import Trial, applied_in_place, is_provable, tried_on_copies
-from weightsync.vllm.layers import check_layers, derived_layers
+from weightsync.vllm.layers import check_layers, check_sinks, derived_layers, refresh_sinks
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
 from weightsync.vllm.rank_map import RankMap, traced_rank
@@ -34,6 +34,8 @@ from weightsync.vllm.stager import Stager, StageStatus
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
 THREADS = 2
+KEEPING_LEVEL = 1
+"""vLLM's highest level of sleep that keeps the weights."""
 Target: TypeAlias = LoaderMap | ShadowTarget
 
 
@@ -83,7 +85,8 @@ class EngineWeights:
 
     `root`: location of the stores. `packed_ahead_bytes`: memory that an update may take for packed
     forms before its pause; further layers are packed in the pause. `staging_bytes`: see Receiver.
-    `sliced`: the model is one rank of several that share a checkpoint. `settle`: see PacedPool.
+    `sliced`: the model is one rank of several that share a checkpoint. `is_dummy`: it was started
+    with random weights. `settle`: see PacedPool.
     """
 
     def __init__(
@@ -95,11 +98,14 @@ class EngineWeights:
         packed_ahead_bytes: int,
         staging_bytes: int = STAGING_BYTES,
         sliced: bool = False,
+        is_dummy: bool = False,
         settle: Callable[[], None] | None = None,
     ) -> None:
         check_layers(model)
         self._sliced = sliced
+        self._is_dummy = is_dummy
         self._model = model
+        self._dtype = getattr(model_config, "dtype", None)
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
         self._staging_bytes = staging_bytes
@@ -129,7 +135,9 @@ class EngineWeights:
         """Bring the model to a version, prepared or not; raises if the model does not hold it.
 
         A failure before any write (unknown version, broken payload, other shapes) leaves the loaded
-        version in force.
+        version in force, and before the first update the engine's own weights. Experts and layers
+        that are quantised at load are not tried first: there a first store of other shapes is found
+        half-written.
         """
         if request.adapter is not None:
             raise ConfigError(
@@ -159,9 +167,12 @@ class EngineWeights:
         """Make every later piece of work ask `pace`."""
         self._pool.pace = self._receive_pool.pace = pace
 
-    def fall_asleep(self) -> None:
-        """Wait for background work and drop the staged version."""
+    def fall_asleep(self, level: int) -> None:
+        """Wait for background work and drop the staged version, and with vLLM's level 2, which
+        keeps no weights, the loaded one: the next update is a full one."""
         self._stager.clear()
+        if level > KEEPING_LEVEL:
+            self._loaded = None
 
     def release(self) -> None:
         """Free, in the background, the memory of the last update."""
@@ -186,6 +197,7 @@ class EngineWeights:
 
     def _preparing(self, request: RequestedVersion) -> Callable[[], _Prepared]:
         """The preparation as a callable, bound to the version loaded now."""
+        check_sinks(self._model)
         base = self._base_for(request.store)
         receiver = self._receiver(request.store)
         return lambda: self._prepared(receiver, base, request)
@@ -274,7 +286,7 @@ class EngineWeights:
         entered = loading() if loading else None
         try:
             trace = traced_rank if self._sliced else traced
-            return trace(self._model, layout, self._derive, entered)
+            return trace(self._model, layout, self._derive, entered, is_dummy=self._is_dummy)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)
         return ShadowTarget(self._model, layout, self._derive_all, loading)
@@ -288,11 +300,13 @@ class EngineWeights:
         ]
         cpu_linear.repack(stale, touched, self._pool)
         self._derived.derive(touched)
+        refresh_sinks(self._model, self._dtype)
 
     def _derive_all(self) -> None:
         # The loader has processed the derived layers itself.
         layers = [layer for layers in self._packed.values() for layer in layers]
         cpu_linear.repack(layers, self._packed, self._pool)
+        refresh_sinks(self._model, self._dtype)
 
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:

@@ -29,6 +29,12 @@ _ABSORBED_FORMS = ("W_UK_T", "W_UV")
 _GATHERED_FORM = "W_UK_T_dcp_qrep"
 _HARMLESS_HOOKS = frozenset({"Attention", "MMEncoderAttention", "QuantizeMethodBase"})
 """Classes whose processing after loading makes nothing of the layer's own weights."""
+_STATIC_SINKS = "StaticSinkAttention"
+"""Writes keys and values made of its weights into the KV cache, once."""
+_CASTING_ATTENTION = "CPUAttentionBackendImpl"
+"""Takes a copy of half-precision sinks in its first step."""
+_SINKS_SOURCE = "_sinks_source"
+"""Attribute of backends whose hook makes their form of attention sinks again."""
 _ADAPTED_EXPERTS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
 _TRITON_EXPERTS = "TritonExperts"
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
@@ -39,6 +45,7 @@ _WRAPPED = "base_layer"
 
 def check_layers(model: torch.nn.Module) -> None:
     """Raises Unsupported naming the first layer whose derived form cannot be remade."""
+    check_sinks(model)
     for name, layer in own_layers(model):
         if not (_is_plain(layer) or _is_derived(layer)):
             method = type(getattr(layer, "quant_method", None)).__name__
@@ -49,6 +56,32 @@ def check_layers(model: torch.nn.Module) -> None:
                 "int8_per_channel_weight_only; latent attention if its kv_b_proj is not quantised, "
                 "on a CPU with AMX by --attention-backend CPU_MLA"
             )
+
+
+def check_sinks(model: torch.nn.Module) -> None:
+    """Raises Unsupported if attention computes from a copy of its sinks that nothing refreshes.
+    Such a copy may be made by the first step."""
+    held = storages_of(model)
+    for name, layer in own_layers(model):
+        impl = getattr(layer, "impl", None)
+        sinks = getattr(impl, _SINKS_SOURCE, getattr(impl, "sinks", None))
+        if not isinstance(sinks, torch.Tensor):
+            continue
+        is_cast = type(impl).__name__ == _CASTING_ATTENTION and sinks.dtype == torch.float16
+        if is_cast or sinks.untyped_storage().data_ptr() not in held:
+            raise Unsupported(
+                f"backend rosemux: {name} ({type(impl).__name__}) computes from a copy of its "
+                "attention sinks that cannot be made again: use --dtype bfloat16 on a CPU, or "
+                "another --attention-backend"
+            )
+
+
+def refresh_sinks(model: torch.nn.Module, act_dtype: Any) -> None:
+    """Make the form of attention sinks that some backends compute from again."""
+    for _, layer in own_layers(model):
+        impl: Any = getattr(layer, "impl", None)
+        if getattr(impl, _SINKS_SOURCE, None) is not None:
+            impl.process_weights_after_loading(act_dtype)
 
 
 def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -> None:
@@ -84,6 +117,25 @@ def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
+def plain_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name, without those of derived layers and of layers that
+    set their own tensors after loading, such as attention its scales."""
+    for layer_name, layer in own_layers(model):
+        if _is_derived(layer) or hasattr(layer, _PROCESS):
+            continue
+        buffers = dict(layer.named_buffers(recurse=False))
+        for name in layer._non_persistent_buffers_set:
+            buffers.pop(name, None)
+        for name, held in (buffers | dict(layer.named_parameters(recurse=False))).items():
+            if held.numel():
+                yield f"{layer_name}.{name}" if layer_name else name, held
+
+
+def storages_of(model: torch.nn.Module) -> set[int]:
+    """Addresses of the storages that hold the model's parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model has its original layers, as loaders of most versions need."""
@@ -104,7 +156,7 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 def _is_plain(layer: Any) -> bool:
     kinds = {kind.__name__ for kind in type(layer).__mro__}
-    if hasattr(layer, _REPACKED_CONVOLUTION):
+    if hasattr(layer, _REPACKED_CONVOLUTION) or _STATIC_SINKS in kinds:
         return False
     if _LATENT_ATTENTION in kinds:
         return _absorbs_in_place(layer)

@@ -60,6 +60,10 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._weights is not None:
             self._weights.paced_by(pace)
 
+    def set_asleep(self, **state: Any) -> None:
+        if self._weights is not None:
+            self._weights.set_asleep(**state)
+
     def finish(self) -> None:
         self._attached.finish()
 

@@ -4,14 +4,16 @@ The loader is run once on random tensors while every copy is recorded: each show
 tensor, offset, shape, strides) to a view of runtime storage. The map is used only if it reads back
 exactly the loaded values, for every tensor; so a loader that converts, computes or aliases is
 detected. A tensor is drawn when the loader asks for it, and again to be compared, so that no more
-than the loader keeps exists at a time. Tracing leaves random weights behind: apply a full
-checkpoint next. One rank of several: see rank_map.py.
+than the loader keeps exists at a time. Before that the loader is run with its copies held back, so
+that a checkpoint that does not fit, or lacks a weight, is refused with nothing written. Tracing
+leaves random weights behind: apply a full checkpoint next. One rank of several: see rank_map.py.
 
 A tensor that the loader skips is accepted only if another tensor holds the same bits, as the output
 head of a model with tied embeddings does: it is kept beside the engine's weights, and every state
 in which the two differ is refused.
 """
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,10 +40,14 @@ from weightsync.elements.device_hash import digests_on_device, is_proven
 from weightsync.encoding.delta import Delta
 from weightsync.receive.target import HostTarget
 from weightsync.vllm.device_delta import apply_on_device
-from weightsync.vllm.layers import unwrapped
+from weightsync.vllm.layers import plain_weights, storages_of, unwrapped
+
+_logger = logging.getLogger("vllm.rosemux.weightsync")
 
 HOST = "cpu"
 _SEED = 20240607
+_NAMED = 4
+"""Number of tensors that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +202,16 @@ def traced(
     layout: Layout,
     after: Callable[[Collection[int]], object],
     loading: AbstractContextManager[object] | None = None,
+    *,
+    is_dummy: bool = False,
 ) -> LoaderMap:
-    """Run the model's loader once and verify the map.
+    """Run the model's loader and verify the map.
 
     `loading` is entered for the run. Raises Unsupported if the map does not hold, and ConfigError
-    if the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
+    if the loader refuses the checkpoint, or the checkpoint lacks a weight of the model. `model` has
+    vLLM's `load_weights`. `is_dummy`: its buffers are random too.
     """
-    segments = recorded(model, layout, loading)
+    segments = recorded(model, layout, loading, is_dummy=is_dummy)
     passed_over = sorted(layout.keys() - segments.keys())
     for name in passed_over:
         segments[name] = [_beside(layout, name)]
@@ -214,15 +223,42 @@ def traced(
 
 
 def recorded(
-    model: Any, layout: Layout, loading: AbstractContextManager[object] | None = None
+    model: Any,
+    layout: Layout,
+    loading: AbstractContextManager[object] | None = None,
+    *,
+    is_dummy: bool = False,
 ) -> dict[str, list[LoaderCopy]]:
-    """Run the model's loader on the tensors that `drawn` makes; returns the copies of each."""
+    """Run the model's loader on the tensors that `drawn` makes; returns the copies of each.
+
+    Raises ConfigError as `traced` does. Layers that need `loading` cannot be loaded on trial: what
+    the run has written by then stays.
+    """
+    segments, loaded = _recorded_run(model, layout, loading, writes=loading is not None)
+    # A loader that computes is seen by the names that it returns alone.
+    if loaded is not None or segments.keys() == layout.keys():
+        reached = {segment.storage for parts in segments.values() for segment in parts}
+        _check_filled(model, reached, loaded or (), is_dummy=is_dummy)
+    if loading is None:
+        segments, _ = _recorded_run(model, layout, None, writes=True)
+    return segments
+
+
+def _recorded_run(
+    model: Any,
+    layout: Layout,
+    loading: AbstractContextManager[object] | None,
+    *,
+    writes: bool,
+) -> tuple[dict[str, list[LoaderCopy]], Collection[str] | None]:
+    """The copies of each tensor, and the names that the loader returned. Without `writes` the
+    tensors are zeros, and no copy is made."""
     names: dict[int, str] = {}
     segments: dict[str, list[LoaderCopy]] = defaultdict(list)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in layout.items():
-            memory = _drawn(name, spec)
+            memory = _drawn(name, spec) if writes else np.zeros(spec.size_bytes + 1, np.uint8)
             address = memory.ctypes.data
             names[address] = name
             # Views of the tensor keep this memory; afterwards another tensor may use the address.
@@ -243,13 +279,42 @@ def recorded(
             )
             segments[name].append(segment)
 
-    with _recorded_copies(record):
+    with _recorded_copies(record, writes=writes):
         try:
             with loading or nullcontext(), unwrapped(model):
-                model.load_weights(tensors())
+                loaded = model.load_weights(tensors())
         except Exception as error:
             raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error
-    return dict(segments)
+    return dict(segments), loaded
+
+
+def _check_filled(
+    model: torch.nn.Module, reached: Collection[int], loaded: Collection[str], *, is_dummy: bool
+) -> None:
+    """Raises ConfigError naming the weights that the checkpoint lacks. `reached`: storages that
+    the loader wrote to; `loaded`: the model's names that it returned."""
+    lacking: list[str] = []
+    kept: list[str] = []
+    with unwrapped(model):
+        for name, held in plain_weights(model):
+            if name in loaded or held.untyped_storage().data_ptr() in reached:
+                continue
+            # Scales have defaults, and a buffer may be a constant, which dummy weights overwrite.
+            is_random = is_dummy and held.is_floating_point() and not name.endswith("_scale")
+            is_weight = isinstance(held, torch.nn.Parameter) or is_random
+            (lacking if is_weight else kept).append(name)
+    if lacking:
+        raise ConfigError(
+            f"the store lacks weights that this engine computes from: {_named(lacking)}; publish "
+            "the trainer's state_dict(), since named_parameters() leaves out buffers"
+        )
+    if kept:
+        _logger.warning("buffers that the store lacks keep their values: %s", _named(kept))
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def drawn(name: str, spec: TensorSpec) -> torch.Tensor:
@@ -263,11 +328,6 @@ def is_held(segment: LoaderCopy, checkpoint: torch.Tensor) -> bool:
     expected = segment.of(checkpoint).to(device=held.device, dtype=held.dtype)
     parts = (part.contiguous().view(-1).view(torch.uint8) for part in (held, expected))
     return torch.equal(*parts)
-
-
-def storages_of(model: torch.nn.Module) -> set[int]:
-    """Addresses of the storages that hold the model's parameters."""
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
 
 def twins_of(name: str, layout: Layout, passed_over: Collection[str]) -> Iterator[str]:
@@ -293,12 +353,17 @@ def _beside(layout: Layout, name: str) -> LoaderCopy:
 
 
 @contextmanager
-def _recorded_copies(record: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+def _recorded_copies(
+    record: Callable[[torch.Tensor, torch.Tensor], None], *, writes: bool
+) -> Iterator[None]:
     plain = torch.Tensor.copy_
 
     def copy(self: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         record(self, src)
-        return plain(self, src, *args, **kwargs)
+        if writes or self.is_meta:
+            return plain(self, src, *args, **kwargs)
+        src.expand_as(self)  # Raises where the copy would.
+        return self
 
     torch.Tensor.copy_ = copy  # type: ignore[method-assign, assignment]
     try:

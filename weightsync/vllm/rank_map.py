@@ -94,13 +94,15 @@ def traced_rank(
     layout: Layout,
     after: Callable[[Collection[int]], object],
     loading: AbstractContextManager[object] | None = None,
+    *,
+    is_dummy: bool = False,
 ) -> RankMap:
-    """Run a rank's loader once and verify that it copies without computing.
+    """Run a rank's loader and verify that it copies without computing.
 
     A tensor that it does not copy must be on another rank, or equal another tensor (a tied output
     head). Raises as `traced` does.
     """
-    recorded_segments = recorded(model, layout, loading)
+    recorded_segments = recorded(model, layout, loading, is_dummy=is_dummy)
     for name, parts in recorded_segments.items():
         loaded = drawn(name, layout[name])
         if not all(is_held(segment, loaded) for segment in parts):

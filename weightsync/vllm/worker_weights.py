@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import (
+    ConfigError,
+    PeerProtocolError,
+    RoseMuxError,
+    Unsupported,
+)
 from harvester.contracts.ids import checked_name
 from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
@@ -24,7 +29,7 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
@@ -35,6 +40,7 @@ ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
 PACKED_AHEAD_BYTES = 2 << 30
 STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
+_ORIGINAL = "rosemux_original"
 
 
 @dataclass
@@ -58,6 +64,7 @@ class WorkerWeights:
     """The worker's own thread calls its methods."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        _refuse_moving_weights(vllm_config)
         root = _weight_root(vllm_config.model_config)
         if device.type == "cpu":
             cpu_linear.check_installed()
@@ -73,6 +80,7 @@ class WorkerWeights:
             packed_ahead_bytes=_bytes_of(PACKED_AHEAD_VARIABLE, PACKED_AHEAD_BYTES),
             staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
             sliced=sliced,
+            is_dummy=getattr(vllm_config.load_config, "load_format", None) == "dummy",
             settle=None if device.type == "cpu" else partial(_await_stream, device),
         )
         self._pace: Pace | None = None
@@ -98,13 +106,13 @@ class WorkerWeights:
             status = StageStatus(state=StageState.FAILED, message=message)
         return {"state": status.state.value, "message": status.message}
 
-    def set_asleep(self, *, asleep: bool) -> None:
-        """Record that the weights fall asleep or are awake again. Nothing touches them
-        while they sleep, and preparations that read them are dropped."""
+    def set_asleep(self, *, asleep: bool, level: int = KEEPING_LEVEL) -> None:
+        """Record that the weights fall asleep, by vLLM's level, or are awake again. Nothing touches
+        them while they sleep, and preparations that read them are dropped."""
         self._asleep = asleep
         if asleep:
             with nullcontext() if self._pace is None else self._pace.hurry():
-                self._weights.fall_asleep()
+                self._weights.fall_asleep(level)
 
     def paced_by(self, pace: Pace) -> None:
         """Make each piece of weight work ask from now on: production is beside this engine."""
@@ -137,7 +145,8 @@ class WorkerWeights:
 
 
 def add_worker_methods(worker_class: Any) -> None:
-    """Add the methods to workers that `/collective_rpc` calls by name."""
+    """Add the methods to workers that `/collective_rpc` calls by name, and let engines know of
+    their worker's sleep."""
 
     def rosemux_weights(worker: Any) -> dict[str, Any]:
         report: dict[str, Any] = worker.weight_transfer_engine.report()
@@ -150,6 +159,47 @@ def add_worker_methods(worker_class: Any) -> None:
 
     setattr(worker_class, WorkerMethod.WEIGHTS, rosemux_weights)
     setattr(worker_class, WorkerMethod.STAGE, rosemux_stage)
+    _follow_sleep(worker_class)
+
+
+def _follow_sleep(worker_class: Any) -> None:
+    """Idempotent. Workers of a CPU keep their own `sleep`, which does nothing."""
+    sleep, wake_up = worker_class.sleep, worker_class.wake_up
+    if hasattr(sleep, _ORIGINAL):
+        return
+
+    def fall_asleep(worker: Any, level: int = KEEPING_LEVEL) -> Any:
+        _set_asleep(worker, asleep=True, level=level)
+        return sleep(worker, level)
+
+    def wake(worker: Any, tags: list[str] | None = None) -> Any:
+        done = wake_up(worker, tags)
+        if tags is None or "weights" in tags:
+            _set_asleep(worker, asleep=False)
+        return done
+
+    setattr(fall_asleep, _ORIGINAL, sleep)
+    worker_class.sleep, worker_class.wake_up = fall_asleep, wake
+
+
+def _set_asleep(worker: Any, **state: Any) -> None:
+    # Engines of other backends have no such method.
+    set_asleep = getattr(getattr(worker, "weight_transfer_engine", None), "set_asleep", None)
+    if set_asleep is not None:
+        set_asleep(**state)
+
+
+def _refuse_moving_weights(vllm_config: Any) -> None:
+    """Raises Unsupported for engines that move weights: the loader's map would be wrong."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        raise Unsupported("backend rosemux: leave out --enable-eplb, which moves experts")
+    offload: Any = getattr(vllm_config, "offload_config", None)
+    group = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    if group > 0 and offload.offload_backend != "uva":
+        raise Unsupported(
+            "backend rosemux: leave out --offload-group-size, with which steps read copies that no "
+            "update reaches"
+        )
 
 
 def _await_stream(device: torch.device) -> None:

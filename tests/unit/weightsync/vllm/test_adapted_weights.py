@@ -1,5 +1,6 @@
 """An adapter is in force on the very base that it was trained on, or not at all."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
 from weightsync.layout.adapter import Adapter, Base
 from weightsync.publisher import Published, Publisher
+from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
@@ -281,3 +283,30 @@ def test_a_version_of_other_shapes_is_taken_whole(engine: Engine) -> None:
         publisher.publish(wider)
     assert engine.adapter("lora", 3).from_full
     assert engine.slots.holds("policy", wider)
+
+
+def test_no_step_waits_for_a_store_while_a_version_is_staged(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: set[int] = set()
+    read = DirectorySource.directories
+
+    def seen(source: DirectorySource) -> frozenset[str]:
+        readers.add(threading.get_ident())
+        return read(source)
+
+    monkeypatch.setattr(DirectorySource, "directories", seen)
+    assert engine.stage("lora", 1, adapter="policy") is StageState.READY
+    assert engine.stage("store", 99) is StageState.FAILED
+    assert readers
+    assert threading.get_ident() not in readers
+
+
+def test_a_deep_sleep_drops_adapters_too(engine: Engine, states: tuple[State, ...]) -> None:
+    engine.adapter("lora", 1)
+    engine.weights.fall_asleep(1)
+    assert engine.weights.report()["adapters"].keys() == {"policy"}
+    engine.weights.fall_asleep(2)
+    assert engine.weights.report() == {}
+    engine.base(4)
+    assert engine.weights.report()["adapters"] == {}

@@ -1,12 +1,13 @@
 """A staged version is loaded if it still fits, and prepared again if not."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
 from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
@@ -74,7 +75,7 @@ def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: Pl
     for version in (2, 4, 7):
         weights.load(wanted(version))
         weights.release()
-    assert model.loads == 1
+    assert model.loads == 2, "once with its copies held back, once traced"
 
 
 def test_a_version_staged_on_another_base_is_prepared_again(
@@ -199,7 +200,102 @@ def test_before_the_weights_leave_what_was_staged_from_them_is_dropped(
 ) -> None:
     weights.load(wanted(3))
     assert staged(weights, 4) is StageState.READY
-    weights.fall_asleep()
+    weights.fall_asleep(1)
     assert weights.stage(wanted(4)).state is StageState.RUNNING, "it is prepared anew"
     weights.load(wanted(4))
     assert model.holds(states[3])
+
+
+class SinksImpl:
+    """Computes from a wider copy of the sinks, as vLLM's FlashInfer does."""
+
+    def __init__(self, sinks: torch.Tensor) -> None:
+        self._sinks_source = sinks
+        self.sinks = sinks.to(torch.float32)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.sinks.copy_(self._sinks_source)
+
+
+class SinksModel(torch.nn.Module):
+    """Its loader copies, or computes: then vLLM's own loader is used at each update."""
+
+    def __init__(self, *, adds: int) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.zeros(64).bfloat16(), False)
+        self.norm = torch.nn.Parameter(torch.zeros(64), False)
+        self.attention = torch.nn.Module()
+        self.attention.impl = SinksImpl(self.sinks)
+        self.adds = adds
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            scaled = name == "norm" and self.adds
+            getattr(self, name).data.copy_(tensor + self.adds if scaled else tensor)
+        return {"sinks", "norm"}
+
+
+def steps(root: Path, count: int) -> list[State]:
+    """Consecutive versions of `job`, in which the norm stays."""
+    found: list[State] = [
+        {"sinks": torch.full((64,), 1.0 + step).bfloat16(), "norm": torch.ones(64)}
+        for step in range(count)
+    ]
+    with Publisher(root / "job") as publisher:
+        for state in found:
+            publisher.publish(state)
+    return found
+
+
+@pytest.mark.parametrize("adds", [0, 1], ids=["in place", "by vLLM's loader"])
+def test_attention_computes_from_each_version_s_sinks(tmp_path: Path, adds: int) -> None:
+    model = SinksModel(adds=adds)
+    weights = EngineWeights(model, None, StoreRoot(tmp_path), packed_ahead_bytes=0)
+    with closing(weights):
+        for version, state in enumerate(steps(tmp_path, 3), start=1):
+            weights.load(wanted(version, "job"))
+            assert torch.equal(model.attention.impl.sinks, state["sinks"].float())
+        assert weights.report()["in_place"] == (not adds)
+
+
+def test_sinks_that_were_replaced_by_a_copy_refuse_the_next_version(tmp_path: Path) -> None:
+    steps(tmp_path, 2)
+    model = SinksModel(adds=0)
+    weights = EngineWeights(model, None, StoreRoot(tmp_path), packed_ahead_bytes=0)
+    with closing(weights):
+        weights.load(wanted(1, "job"))
+        model.attention.impl._sinks_source = model.sinks.half()
+        with pytest.raises(Unsupported, match="a copy of its attention sinks"):
+            weights.load(wanted(2, "job"))
+        assert weights.report()["version"] == 1
+
+
+@pytest.mark.parametrize("adds", [0, 1], ids=["in place", "by vLLM's loader"])
+def test_weights_that_a_deep_sleep_dropped_are_loaded_whole(tmp_path: Path, adds: int) -> None:
+    states = steps(tmp_path, 2)
+    model = SinksModel(adds=adds)
+    weights = EngineWeights(model, None, StoreRoot(tmp_path), packed_ahead_bytes=0)
+    with closing(weights):
+        weights.load(wanted(1, "job"))
+        weights.fall_asleep(1)
+        assert weights.report()["version"] == 1
+        weights.fall_asleep(2)
+        assert weights.report() == {}
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert weights.load(wanted(2, "job")).from_full
+        assert torch.equal(model.sinks, states[1]["sinks"])
+        assert torch.equal(model.norm, states[1]["norm"] + adds)
+
+
+def test_a_first_store_of_another_model_leaves_the_weights_that_the_engine_started_with(
+    tmp_path: Path,
+) -> None:
+    with Publisher(tmp_path / "job") as publisher:
+        publisher.publish({"norm": torch.zeros(64), "sinks": torch.zeros(65).bfloat16()})
+    model = SinksModel(adds=0)
+    model.norm.data.fill_(7)
+    weights = EngineWeights(model, None, StoreRoot(tmp_path), packed_ahead_bytes=0)
+    with closing(weights), pytest.raises(ConfigError, match="does not fit this model"):
+        weights.load(wanted(1, "job"))
+    assert (model.norm == 7).all()

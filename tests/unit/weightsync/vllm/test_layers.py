@@ -45,6 +45,60 @@ class Attention(torch.nn.Module):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
 
 
+class Impl:
+    """An attention backend. `sinks` may be another form of `source`."""
+
+    def __init__(self, sinks: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        self.sinks = sinks
+        if source is not None:
+            self._sinks_source = source
+
+
+class CPUAttentionBackendImpl(Impl):
+    """Named as vLLM's own, whose first step widens half-precision sinks."""
+
+
+class StaticSinkAttention(Attention):
+    """Named as vLLM's own, whose sinks are rows of the KV cache."""
+
+
+def with_sinks(
+    kind: type[Impl] = Impl, dtype: torch.dtype = torch.bfloat16, **more: bool
+) -> torch.nn.Module:
+    attention = Attention()
+    attention.sinks = torch.nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+    copied = attention.sinks.to(torch.float32)
+    if more.get("refreshed"):
+        attention.impl = kind(copied, attention.sinks)
+    else:
+        attention.impl = kind(copied if more.get("copied") else attention.sinks)
+    return attention
+
+
+def test_attention_sinks_are_taken_where_updates_reach_what_steps_read() -> None:
+    check_layers(with_sinks())
+    check_layers(with_sinks(refreshed=True))
+    check_layers(with_sinks(dtype=torch.float16))
+    check_layers(with_sinks(CPUAttentionBackendImpl))
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [with_sinks(copied=True), with_sinks(CPUAttentionBackendImpl, torch.float16)],
+    ids=["a copy", "a copy in the first step"],
+)
+def test_attention_that_computes_from_a_lasting_copy_of_its_sinks_is_refused(
+    attention: torch.nn.Module,
+) -> None:
+    with pytest.raises(Unsupported, match="a copy of its attention sinks"):
+        check_layers(torch.nn.ModuleDict({"attention": attention}))
+
+
+def test_sinks_in_the_kv_cache_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"layer attention \(StaticSinkAttention"):
+        check_layers(torch.nn.ModuleDict({"attention": StaticSinkAttention()}))
+
+
 class DeepseekV4Model(torch.nn.Module):
     """Fuses weights of its layers once all are loaded."""
 

@@ -46,11 +46,20 @@ def fake_worker() -> Any:
             self.model = model
             self.device = torch.device("cpu")
             self.vllm_config = SimpleNamespace(
-                model_config=None, parallel_config=SimpleNamespace(world_size=1), lora_config=None
+                model_config=None,
+                parallel_config=SimpleNamespace(world_size=1),
+                load_config=SimpleNamespace(load_format="auto"),
+                lora_config=None,
             )
             self.weight_transfer_engine: Any = None
             self._weight_update_active = False
             self.said: list[Any] = []
+
+        def sleep(self, level: int = 1) -> None:
+            self.said.append(("sleep", level))
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            self.said.append(("wake_up", tags))
 
         def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
             if self._weight_update_active:
@@ -68,6 +77,12 @@ def fake_worker() -> Any:
             self.said.append("finish")
 
     return Worker
+
+
+def offload(backend: str, group: int) -> Any:
+    """vLLM's settings of weights outside the accelerator."""
+    prefetch = SimpleNamespace(offload_group_size=group)
+    return SimpleNamespace(offload_backend=backend, prefetch=prefetch)
 
 
 def modules(**named: Any) -> ModuleType:
@@ -183,3 +198,52 @@ def test_a_model_that_cannot_follow_is_refused_when_the_engine_is_made(loader_en
     layer.quant_method = Fp8LinearMethod()
     with pytest.raises(Unsupported, match="Fp8LinearMethod"):
         loader_engine.LoaderShapedEngine(None, None, torch.nn.ModuleDict({"proj": layer}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel_config": SimpleNamespace(world_size=1, enable_eplb=True)},
+        {"offload_config": offload("auto", 4)},
+        {"offload_config": offload("prefetch", 4)},
+    ],
+    ids=["experts that move", "prefetched layers", "prefetched layers by name"],
+)
+def test_an_engine_that_moves_its_weights_is_refused(worker: Any, settings: dict[str, Any]) -> None:
+    vars(worker.vllm_config).update(settings)
+    with pytest.raises(Unsupported, match=r"backend rosemux: .*--(enable-eplb|offload-group-size)"):
+        worker.start_weight_update()
+
+
+def test_an_engine_that_offloads_without_copies_is_taken(worker: Any) -> None:
+    worker.vllm_config.offload_config = offload("uva", 4)
+    update(worker, 2)
+    worker.vllm_config.offload_config = offload("auto", 0)
+    update(worker, 3)
+
+
+def test_a_worker_s_sleep_reaches_the_version_that_it_reports(worker: Any) -> None:
+    worker.sleep(level=2)
+    worker.wake_up()
+    update(worker, 2)
+    worker.sleep(1)
+    assert worker.rosemux_weights()["version"] == 2
+    assert worker.rosemux_stage(store="store", version=3)["state"] == "asleep"
+    worker.wake_up(tags=["kv_cache"])
+    assert worker.rosemux_stage(store="store", version=3)["state"] == "asleep"
+    worker.wake_up(tags=["weights"])
+    assert worker.rosemux_stage(store="store", version=3)["state"] == "running"
+    worker.sleep(level=2)
+    assert worker.rosemux_weights() == {}
+    worker.wake_up(None)
+    update(worker, 3)
+    assert worker.rosemux_weights()["version"] == 3
+    slept = [call for call in worker.said if call[0] == "sleep"]
+    assert slept == [("sleep", 2), ("sleep", 1), ("sleep", 2)], "once each"
+
+
+def test_a_worker_without_our_engine_sleeps_as_before(worker: Any, loader_engine: Any) -> None:
+    other = loader_engine.Worker(worker.model)
+    other.sleep(2)
+    other.wake_up(["weights"])
+    assert other.said == [("sleep", 2), ("wake_up", ["weights"])]
