@@ -33,7 +33,7 @@ class DirectorySource(StoreSource):
 
     def names_in(self, directory: str) -> frozenset[str]:
         with self._found(directory) as found:
-            return frozenset(os.listdir(found))
+            return frozenset(each.name for each in found.iterdir())
 
     def is_inside(self, path: str) -> bool:
         try:
@@ -69,9 +69,7 @@ class DirectorySource(StoreSource):
             while at < len(into) and (got := file.readinto(into[at:])):
                 at += got
         if at < len(into):
-            raise Corrupt(
-                f"{self._root / path} ends at byte {start + at} of {start + len(into)}"
-            )
+            raise Corrupt(f"{self._root / path} ends at byte {start + at} of {start + len(into)}")
 
     @contextmanager
     def _found(self, path: str) -> Iterator[Path]:

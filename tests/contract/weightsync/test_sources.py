@@ -369,18 +369,20 @@ def test_a_server_follows_no_link_of_a_tenant_s_out_of_its_store(
     (tmp_path / "stores" / "job-a").symlink_to(files)
     (files / linked).rename(files / "moved")
     (files / linked).symlink_to(files / "moved")
-    with served(f"{scheme}{tmp_path}/stores") as url:
-        with closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source:
-            assert source.read_small(path, 9 << 20) == (published / path).read_bytes()
-            (files / "moved").rename(tmp_path / "secret")
-            (files / linked).unlink()
-            (files / linked).symlink_to(tmp_path / "secret")
-            with pytest.raises(Corrupt, match="out of the store"):
-                source.read_small(path, 9 << 20)
-            (files / "LATEST").rename(tmp_path / "token")
-            (files / "LATEST").symlink_to(tmp_path / "token")
-            with pytest.raises(Corrupt, match="out of the store"):
-                source.latest()
+    with (
+        served(f"{scheme}{tmp_path}/stores") as url,
+        closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source,
+    ):
+        assert source.read_small(path, 9 << 20) == (published / path).read_bytes()
+        (files / "moved").rename(tmp_path / "secret")
+        (files / linked).unlink()
+        (files / linked).symlink_to(tmp_path / "secret")
+        with pytest.raises(Corrupt, match="out of the store"):
+            source.read_small(path, 9 << 20)
+        (files / "LATEST").rename(tmp_path / "token")
+        (files / "LATEST").symlink_to(tmp_path / "token")
+        with pytest.raises(Corrupt, match="out of the store"):
+            source.latest()
     with closing(source_at(files)) as source:
         assert source.read_small(path, 9 << 20) == (published / path).read_bytes()
 
