@@ -172,8 +172,14 @@ class MetricsProbe:
 
 
 async def _scraped(session: aiohttp.ClientSession, url: str) -> EngineMetrics | None:
-    async with session.get(url, headers={"Accept": ACCEPT}) as reply:
-        reply.raise_for_status()
+    headers = {"Accept": ACCEPT}
+    async with session.get(url, headers=headers, allow_redirects=False) as reply:
+        if reply.status != 200:
+            # A redirect would lead the agent to any service that it reaches.
+            reason = reply.reason or ""
+            raise aiohttp.ClientResponseError(
+                reply.request_info, (), status=reply.status, message=reason
+            )
         body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES + 1)
     if len(body) > MAX_SCRAPE_BYTES:
         return None
@@ -200,7 +206,7 @@ class GuestDescription:
             self.latest = EngineDescription()
             return
         try:
-            async with session.get(url + ENGINE_ROUTE) as reply:
+            async with session.get(url + ENGINE_ROUTE, allow_redirects=False) as reply:
                 raw = await body_of(reply, most_bytes=_DESCRIPTION_BYTES_MAX)
             self.latest = msgspec.json.decode(raw, type=EngineReport).description
         except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):

@@ -4,7 +4,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -36,6 +36,13 @@ def credentials_of(
     )
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The token is for the given URL; urllib sends it to any other host too."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def call(
     url: str,
     path: str,
@@ -56,8 +63,9 @@ def call(
     data = None if body is None else msgspec.json.encode(body)
     request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
     tls = credentials.tls() if url.startswith("https://") else None
+    opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=tls))
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=tls) as reply:
+        with opener.open(request, timeout=_TIMEOUT_S) as reply:
             return msgspec.json.decode(reply.read(most_bytes), type=answer)
     except urllib.error.HTTPError as error:
         with error:

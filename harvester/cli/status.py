@@ -95,7 +95,7 @@ def _page_table(directories: list[PageDirectory]) -> Table:
     table = row_table("slot", "page", "user", "age", "says", names=("says",), title="Pages")
     for directory in directories:
         for row in _page_rows(directory):
-            table.add_row(directory.path.name, *row)
+            table.add_row(*map(printable, (directory.path.name, *row)))
     return table
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
 from harvester.contracts.wire.rollouts import GenerateRequest
+from harvester.platform.tenant_shares import Pressure
 from scheduler.gateway.policy.course import EngineWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -26,7 +27,6 @@ from scheduler.gateway.policy.routing_events import (
     TurnWithdrawn,
 )
 from scheduler.gateway.policy.turn import Turn
-from scheduler.gateway.pressure import Pressure
 
 
 class Dispatcher:

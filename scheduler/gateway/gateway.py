@@ -51,6 +51,7 @@ from harvester.platform.http_kit import (
     whole_body,
 )
 from harvester.platform.openapi_document import openapi_route
+from harvester.platform.tenant_shares import Pressure, TenantShares
 from harvester.platform.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.dialects.engine_list_routes import EngineListRoutes
@@ -83,7 +84,7 @@ from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionPublished
-from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
+from scheduler.gateway.pressure import HELD_BODY, connection_room
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler

@@ -20,9 +20,14 @@ def packed_table(table: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(table)
 
 
+def is_packed(raw: bytes) -> bool:
+    """Whether `packed_table` made it, which no other system uses."""
+    return raw.startswith(_MAGIC)
+
+
 def plain_table(raw: bytes, *, limit_bytes: int = MAX_TABLE_BYTES) -> bytes:
     """A table as it was before `packed_table`, or that never was packed; raises Corrupt."""
-    if not raw.startswith(_MAGIC):
+    if not is_packed(raw):
         return raw
     try:
         announced = zstandard.get_frame_parameters(raw).content_size

@@ -6,6 +6,7 @@ so many, and a relay does not compose: its readers share what crosses its link.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Compose: TypeAlias = Callable[[StoreSource, VersionRef, Event], Files]
 """The files of a skip delta by name; raises if it has none, also once the event is set."""
 _LOG = logging.getLogger(__name__)
 _WAITING = 4
+"""Shared by the stores that wait: one store's many readers refuse no other store's."""
 _WAIT_S = 15.0
 """Shorter than a reader's patience with a silent server (20 s)."""
 
@@ -77,9 +79,10 @@ class ComposedVersions:
 
     def _begun(self, key: tuple[str, VersionRef], source: StoreSource, tag: str) -> _Composed:
         ref = key[1]
-        waiting = sum(not each.files.done() for each in self._kept.values())
-        if waiting >= _WAITING:
-            raise FileNotFoundError(f"{ref.directory}: {waiting} others are being composed")
+        waiting = Counter(store for (store, _), e in self._kept.items() if not e.files.done())
+        share = max(1, _WAITING // len(waiting.keys() | {key[0]}))
+        if waiting.total() >= _WAITING and waiting[key[0]] >= share:
+            raise FileNotFoundError(f"{ref.directory}: {waiting.total()} others are being composed")
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._thread, self._compose, source, ref, self._closed)
         composed = _Composed(tag, work)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, Corrupt
-from weightsync.layout.index_summary import FileSummary, IndexSummary
+from weightsync.layout.index_summary import FileSummary, IndexMetadata, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.layout.tables import plain_table
 from weightsync.transport.access import Access
@@ -17,6 +18,10 @@ from weightsync.transport.source import StoreSource, no_store
 
 _FOREIGN = "of another system"
 """Other systems mark no version with READY."""
+_MAX_FILES = 1 << 16
+_MAX_FILES_BYTES = 2 * MAX_INDEX_BYTES
+"""Chunk digests, most of an index that has them, compress to half: a whole index may hold more."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +33,38 @@ class PublishedFile:
     """Digest of the file; None for a foreign store, whose receivers check every tensor."""
 
 
+class _Section(msgspec.Struct, frozen=True):
+    files: msgspec.Raw
+
+
+class _Listing(msgspec.Struct, frozen=True):
+    metadata: IndexMetadata
+    weight_map: msgspec.Raw
+    rosemux: _Section | None = None
+
+
 def published_files(index: bytes) -> Mapping[str, PublishedFile]:
-    """The shards of one version by name; raises Corrupt."""
-    read = _decoded(index)
-    if read.rosemux is None:
-        return {shard: _foreign(index, shard) for shard in read.weight_map.values()}
-    return {shard: _ours(record) for shard, record in read.rosemux.files.items()}
+    """The shards of one version by name; raises Corrupt. A few kilobytes may be a table of 512 MiB,
+    which must not become objects."""
+    read = _decoded(plain_table(index), _Listing)
+    records = read.weight_map if read.rosemux is None else read.rosemux.files
+    if memoryview(records).nbytes > _MAX_FILES_BYTES:
+        raise Corrupt("an index with too much about its files")
+    if read.rosemux is not None:
+        ours = _decoded(records, dict[str, FileSummary])
+        found = {shard: _ours(record) for shard, record in ours.items()}
+    else:
+        digest = xxhash.xxh3_128(index)
+        shards = set(_decoded(records, dict[str, str]).values())
+        found = {shard: _foreign(digest.copy(), shard) for shard in shards}
+    if len(found) > _MAX_FILES:
+        raise Corrupt(f"an index with {len(found)} files; the limit is {_MAX_FILES}")
+    return found
 
 
 def summary_line(index: bytes) -> str:
     """One-line description of a version, for people; raises Corrupt."""
-    read = _decoded(index)
+    read = _decoded(plain_table(index), IndexSummary)
     kind = "full"
     if read.metadata.delta_encoding is not None:
         kind = f"{read.metadata.delta_encoding} on {read.metadata.base_version}"
@@ -48,9 +74,9 @@ def summary_line(index: bytes) -> str:
     return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
 
 
-def _decoded(index: bytes) -> IndexSummary:
+def _decoded(raw: bytes | msgspec.Raw, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(plain_table(index), type=IndexSummary)
+        return msgspec.json.decode(raw, type=kind)
     except UNDECODABLE as error:
         raise Corrupt(f"an index that cannot be read: {error}") from error
 
@@ -62,9 +88,9 @@ def _ours(record: FileSummary) -> PublishedFile:
     return PublishedFile(key=f"{digest}-{record.bytes}", size_bytes=record.bytes, xxh3_128=digest)
 
 
-def _foreign(index: bytes, shard: str) -> PublishedFile:
-    name = xxhash.xxh3_128_hexdigest(index + shard.encode())
-    return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)
+def _foreign(digest: xxhash.xxh3_128, shard: str) -> PublishedFile:
+    digest.update(shard.encode())
+    return PublishedFile(key=f"{digest.hexdigest()}-foreign", size_bytes=None, xxh3_128=None)
 
 
 def list_store(location: str, access: Access) -> Iterator[str]:

@@ -1,22 +1,23 @@
 """The HTTP server of stores: files by ranges, LATEST as it changes. `openapi` has its routes."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
-from harvester.contracts.ids import checked_name
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
+from harvester.contracts.ids import TenantId, checked_name
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
 from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, openapi_route
-from harvester.platform.tenants import TENANT, Tenants, tenant_required
+from harvester.platform.tenant_shares import Pressure, TenantShares
+from harvester.platform.tenants import OPERATOR, TENANT, Tenants, tenant_required
 from harvester.platform.tls import ServerTls
 from weightsync.layout.names import (
     INDEX_FILE,
@@ -41,7 +42,8 @@ _OPEN = Tenants()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     transfers_max: int = 64
-    """Concurrent transfers; further ones get a retry reply. Each holds about 1 MiB."""
+    """Concurrent transfers; further ones get a retry reply. Each holds about 1 MiB. Tenants share
+    them: one within its share gets more while others are beyond theirs."""
     bytes_per_s: float | None = None
     """Rate of all transfers together."""
     stall_s: float = 60.0
@@ -103,7 +105,7 @@ class WeightServer:
         self._clock = MonotonicClock()
         rate = self._limits.bytes_per_s
         self._bucket = None if rate is None else TokenBucket(rate)
-        self._active = 0
+        self._active = TenantShares(self._limits.transfers_max, name="the bound on transfers")
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -151,20 +153,25 @@ class WeightServer:
         name = checked_name(request.match_info["file"], what="file")
         if named_ref(directory) is None:
             raise FileNotFoundError(f"{directory[:80]!r} is no version")
-        if self._active >= self._limits.transfers_max:
-            self._metrics.refused.labels("busy").inc()
-            raise Exhausted(f"{self._active} transfers are under way")
         doubted = "no-cache" in request.headers.get("Cache-Control", "")
-        self._active += 1
-        self._metrics.active.set(self._active)
-        try:
+        with self._transfer(request[TENANT]):
             async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
                 if name == INDEX_FILE:
                     return await self._index(request, store, file)
                 return await self._answered(request, store, file)
+
+    @contextmanager
+    def _transfer(self, tenant: TenantId | None) -> Iterator[None]:
+        """Counts as a transfer inside. Raises Pressure."""
+        try:
+            with self._active.holding(tenant or OPERATOR, 1):
+                self._metrics.active.set(self._active.held)
+                yield
+        except Pressure:
+            self._metrics.refused.labels("busy").inc()
+            raise
         finally:
-            self._active -= 1
-            self._metrics.active.set(self._active)
+            self._metrics.active.set(self._active.held)
 
     async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
         """Serve an index; a relay asks again for each of its readers' requests, mostly unchanged
@@ -241,7 +248,7 @@ class WeightServer:
         return name
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.Response(text=f"{self._active} transfers\n")
+        return web.Response(text=f"{self._active.held} transfers\n")
 
     async def _exposition(self, _request: web.Request) -> web.Response:
         body = self._metrics.render()

@@ -18,10 +18,12 @@ class DirectorySource(StoreSource):
     streams = 1
     range_bytes = 64 << 20
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, links_out: bool = True) -> None:
+        """`links_out`: whether links below the root may lead out of it."""
         if not root.is_dir():
             raise no_store(root)
         self._root = root
+        self._links_out = links_out
 
     def __str__(self) -> str:
         return str(self._root)
@@ -30,8 +32,8 @@ class DirectorySource(StoreSource):
         return self.names_in("")
 
     def names_in(self, directory: str) -> frozenset[str]:
-        with _readable(self._root / directory):
-            return frozenset(path.name for path in (self._root / directory).iterdir())
+        with self._found(directory) as found:
+            return frozenset(each.name for each in found.iterdir())
 
     def is_inside(self, path: str) -> bool:
         try:
@@ -41,36 +43,50 @@ class DirectorySource(StoreSource):
             return False
 
     def stamp(self, path: str) -> str:
-        with _readable(self._root / path):
-            found = (self._root / path).stat()
+        with self._found(path) as there:
+            found = there.stat()
         return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        full = self._root / path
-        with _readable(full), open(full, "rb", opener=open_plain) as file:
+        with self._found(path) as found, open(found, "rb", opener=open_plain) as file:
             raw = file.read(limit_bytes + 1)
         if len(raw) > limit_bytes:
-            raise Corrupt(f"{full} is over the limit of {limit_bytes} bytes")
+            raise Corrupt(f"{self._root / path} is over the limit of {limit_bytes} bytes")
         return raw
 
     def size_bytes(self, path: str) -> int:
-        full = self._root / path
-        with _readable(full):
-            return full.stat().st_size
+        with self._found(path) as found:
+            return found.stat().st_size
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        full = self._root / path
-        with _readable(full), open(full, "rb", buffering=0, opener=open_plain) as file:
+        with self._found(path) as found, open(found, "rb", 0, opener=open_plain) as file:
             file.seek(start)
             at = 0
             # One call moves at most 2 GiB.
             while at < len(into) and (got := file.readinto(into[at:])):
                 at += got
         if at < len(into):
-            raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
+            raise Corrupt(f"{self._root / path} ends at byte {start + at} of {start + len(into)}")
+
+    @contextmanager
+    def _found(self, path: str) -> Iterator[Path]:
+        """A path of what lies there, and of nothing that takes its place meanwhile."""
+        full = self._root / path
+        with _readable(full):
+            if self._links_out:
+                yield full
+                return
+            handle = os.open(full, os.O_PATH)
+            try:
+                held = Path(f"/proc/self/fd/{handle}")
+                if not held.readlink().is_relative_to(self._root.resolve()):
+                    raise Corrupt(f"{full} is a link out of the store: it is not read")
+                yield held
+            finally:
+                os.close(handle)
 
 
 def open_plain(path: str, flags: int) -> int:
@@ -79,7 +95,7 @@ def open_plain(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise Corrupt(f"{path} is no plain file")
+        raise Corrupt(f"{os.path.realpath(path)} is no plain file")
     return handle
 
 

@@ -12,13 +12,12 @@ from, which is not in the store. All write the index of a version last. Names al
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, Unsupported
 from weightsync.layout.names import INDEX_FILE, LATEST_FILE, named_ref
-from weightsync.layout.tables import plain_table
+from weightsync.layout.tables import is_packed
 
 UPDATES = "updates"
 POINTER = "latest"
@@ -143,16 +142,28 @@ def layout_of(
     return found[0] if found else None
 
 
+class _Metadata(msgspec.Struct):
+    version: msgspec.Raw = msgspec.Raw()
+
+
+class _Signs(msgspec.Struct):
+    """Decodes no more of an index: a server answers here for an index that a tenant wrote."""
+
+    metadata: _Metadata | None = None
+    rosemux: msgspec.Raw = msgspec.Raw()
+
+
 def _is_foreign(directory: str, raw: bytes, *, store: str) -> bool:
     path = f"{store}/{directory}/{INDEX_FILE}"
-    try:
-        index = msgspec.json.decode(plain_table(raw), type=dict[str, Any])
-    except (*UNDECODABLE, Corrupt) as error:
-        raise Corrupt(f"{path}: not the index of a version: {error}") from error
-    metadata = index.get("metadata")
-    if "rosemux" in index:
+    if is_packed(raw):
         return False
-    if not isinstance(metadata, dict) or "version" not in metadata:
+    try:
+        index = msgspec.json.decode(raw, type=_Signs)
+    except UNDECODABLE as error:
+        raise Corrupt(f"{path}: not the index of a version: {error}") from error
+    if index.rosemux:
+        return False
+    if index.metadata is None or not index.metadata.version:
         raise Unsupported(
             f"{path}: metadata has no `version`: nothing marks the full checkpoints of slime's and "
             "miles' full mode as complete; let the trainer write deltas"

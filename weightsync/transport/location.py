@@ -52,7 +52,10 @@ class StoreRoot:
         base_checkpoint: Path | str | None = None,
     ) -> None:
         self._base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
-        self._location = location if isinstance(location, Path) else location.rstrip("/")
+        if isinstance(location, str):
+            # fsspec would follow links out of a store.
+            location = location.removeprefix("file://").rstrip("/") or "/"
+        self._location = location
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
@@ -80,10 +83,12 @@ class StoreRoot:
         return tuple(sorted(name for name in found if is_name(name)))
 
     def store(self, name: str) -> StoreSource:
-        """A source for the named store. Raises ConfigError if it evidently does not exist."""
+        """A source for the named store, in whose directory no link leads out of it: its writer is
+        another user than its readers. Raises ConfigError if it evidently does not exist."""
         checked_name(name, what="store")
         if self._is_local:
-            return source_at(Path(self._location) / name, base=self._base)
+            source = DirectorySource(Path(self._location) / name, links_out=False)
+            return AnyLayoutSource(source, self._base)
         between = "/stores/" if self._is_http else "/"
         return source_at(
             f"{self._location}{between}{name}",

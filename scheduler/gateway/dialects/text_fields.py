@@ -61,6 +61,8 @@ _MEDIA_KEYS = frozenset(
     )
 )
 """Keys that vLLM reads as media in a part without a type or with a `uuid`; refused in any part."""
+_MAX_PARTS = 1 << 14
+"""Messages of a request and their parts: a body may have millions, and all turns wait meanwhile."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 _SHARED_FIELDS = frozenset(
     (
@@ -102,7 +104,7 @@ def check_media(body: Mapping[str, Any]) -> None:
     messages = body.get("messages")
     if not isinstance(messages, list | None):
         raise PeerProtocolError("messages: send a list")
-    for part in _parts(messages or ()):
+    for part in _parts(messages or []):
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if not (isinstance(kind, str) and kind in _TEXT_PARTS) or (
             isinstance(part, dict) and _MEDIA_KEYS & part.keys()
@@ -110,10 +112,15 @@ def check_media(body: Mapping[str, Any]) -> None:
             raise PeerProtocolError(f"messages: {kind}: {NO_MEDIA}")
 
 
-def _parts(messages: Collection[Any]) -> Iterator[Any]:
+def _parts(messages: list[Any]) -> Iterator[Any]:
+    found = len(messages)
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
-        yield from content if isinstance(content, list) else ()
+        parts = content if isinstance(content, list) else []
+        found += len(parts)
+        if found > _MAX_PARTS:
+            raise PeerProtocolError(f"messages: send at most {_MAX_PARTS} messages and parts")
+        yield from parts
 
 
 def given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

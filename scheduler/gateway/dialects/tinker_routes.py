@@ -27,13 +27,14 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxErro
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
+from harvester.platform.tenant_shares import TenantShares
 from scheduler.gateway.dialects.renderer import Body
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.text_logprobs import MOST_LIKELIEST, likeliest, prompt_logprobs
 from scheduler.gateway.dialects.text_routes import Admit, JobOf, json_object
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.pressure import HELD_BODY, TenantShares
+from scheduler.gateway.pressure import HELD_BODY
 from scheduler.gateway.requests import MAX_LOGPROBS
 from scheduler.gateway.samples import follow, samples_of
 from scheduler.gateway.scheduler import Scheduler

@@ -40,6 +40,9 @@ from scheduler.rollmux.planner.residency import Residency
 
 _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
+_MOST_WARM_RATIO = 8.0
+"""Cap on a reported start from host memory, over the configured one: every tenant's jobs are
+planned by these reports."""
 
 
 class PermitLookup(Protocol):
@@ -147,7 +150,8 @@ class ClusterPolicy:
         self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
         # A rollout may have moved its tail, too.
         loaded = end.kind is PhaseKind.TRAINING and end.loading_s > 0.0
-        if loaded and self.warm_start_s.observe(end.loading_s):
+        most_s = _MOST_WARM_RATIO * max(1.0, self.config.warm_start_s)
+        if loaded and self.warm_start_s.observe(min(end.loading_s, most_s)):
             self.layout_changed = True
             self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
         if curve:

@@ -38,7 +38,9 @@ class Explanation:
 
     def lines(self) -> Iterator[str]:
         for entry in self.entries:
-            yield f"{entry.at:%Y-%m-%d %H:%M:%S}  {entry.text}"
+            # A tenant wrote the reason of a failure.
+            shown = "".join(each if each.isprintable() else " " for each in entry.text)
+            yield f"{entry.at:%Y-%m-%d %H:%M:%S}  {shown}"
         if self.permits:
             yield ""
         for one in self.permits:

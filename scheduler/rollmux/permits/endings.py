@@ -32,14 +32,15 @@ def ended(
         return [fail(table, permit, reason, event.failed, now=now)]
     work_until(permit, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
-    _learn(permit, permit.kind, loading_s=event.loading_s, leased_s=leased_s)
+    loading_s = min(event.loading_s, permit.worked_s)
+    _learn(permit, permit.kind, loading_s=loading_s, leased_s=leased_s)
     done = end(
         table,
         permit,
         PermitEndReason.DONE,
         "",
         now=now,
-        loading_s=event.loading_s,
+        loading_s=loading_s,
         leased_s=leased_s,
         stays_loaded=event.stays_loaded,
     )

@@ -17,6 +17,10 @@ class Guest:
         self.reply = web.json_response(TOLD)
         self.application = web.Application()
         self.application.router.add_get(ENGINE_ROUTE, self._answer)
+        self.application.router.add_get("/other", self._other)
+
+    async def _other(self, _request: web.Request) -> web.Response:
+        return web.json_response(TOLD)
 
     async def _answer(self, _request: web.Request) -> web.Response:
         return self.reply
@@ -31,8 +35,9 @@ class Guest:
         lambda: web.Response(body=b"x" * (1 << 20)),
         lambda: web.Response(body=b'{"identity": "\xff"}'),
         lambda: web.Response(body=b'{"x": ' + b"[" * 4000),
+        lambda: web.Response(status=302, headers={"Location": "/other"}),
     ],
-    ids=["no route", "failing", "nonsense", "endless", "no UTF-8", "nested without end"],
+    ids=["no route", "failing", "nonsense", "endless", "no UTF-8", "nested without end", "moved"],
 )
 async def test_a_guest_that_no_longer_says_what_it_is_is_unknown(reply) -> None:
     guest = Guest()

@@ -101,6 +101,16 @@ async def test_an_empty_narrow_page_switches_to_the_whole_page(
     assert page.asked == ["narrow", "whole", "whole", "whole"]
 
 
+async def test_a_probe_is_led_to_no_other_address(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(lambda *_: web.Response(status=302, headers={"Location": "/metrics"}))
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics/")), pages=tmp_path)
+        assert await probe.scrape(session) is None
+    assert set(page.asked) == {"narrow"}
+
+
 async def test_an_engine_without_values_yet_gets_another_narrow_request(
     session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

@@ -357,6 +357,36 @@ def test_a_place_lists_its_stores(published: Path, tmp_path: Path) -> None:
                 assert store.latest() == 4
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("linked", [SHARD, f"weight_v000001/{INDEX_FILE}", "weight_v000001"])
+def test_a_server_follows_no_link_of_a_tenant_s_out_of_its_store(
+    linked: str, scheme: str, published: Path, tmp_path: Path
+) -> None:
+    path = SHARD if linked == "weight_v000001" else linked
+    files = shutil.copytree(published, tmp_path / "disk" / "job-a")
+    (tmp_path / "stores").mkdir()
+    # The operator's own link to where a store lies is followed, and links within the store.
+    (tmp_path / "stores" / "job-a").symlink_to(files)
+    (files / linked).rename(files / "moved")
+    (files / linked).symlink_to(files / "moved")
+    with (
+        served(f"{scheme}{tmp_path}/stores") as url,
+        closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source,
+    ):
+        assert source.read_small(path, 9 << 20) == (published / path).read_bytes()
+        (files / "moved").rename(tmp_path / "secret")
+        (files / linked).unlink()
+        (files / linked).symlink_to(tmp_path / "secret")
+        with pytest.raises(Corrupt, match="out of the store"):
+            source.read_small(path, 9 << 20)
+        (files / "LATEST").rename(tmp_path / "token")
+        (files / "LATEST").symlink_to(tmp_path / "token")
+        with pytest.raises(Corrupt, match="out of the store"):
+            source.latest()
+    with closing(source_at(files)) as source:
+        assert source.read_small(path, 9 << 20) == (published / path).read_bytes()
+
+
 def test_a_place_without_a_store_tells_the_user_to_publish(published: Path, tmp_path: Path) -> None:
     with served(published.parent) as url:
         for place in (

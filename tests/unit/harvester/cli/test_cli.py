@@ -1,8 +1,10 @@
 import re
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -167,6 +169,22 @@ def test_status_says_how_well_predictions_held(
     assert "4096 retained, 9% of steps longer than predicted" in shown
 
 
+@pytest.mark.parametrize("reason", ["\x1b]0;owned\x07\x1b[2J all good", "[/x] all good"])
+def test_status_shows_a_guest_s_words_as_text(
+    reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages, now_ns = PageDirectory.create(tmp_path), monotonic_ns()
+    grant = Grant(epoch=1, mode=GrantMode.CLOSED)
+    pages.grant_writer().write(grant, now_ns=now_ns, ttl_ns=HOUR_NS)
+    pages.guest_writer().write(Guest(reason=reason), now_ns=now_ns, ttl_ns=HOUR_NS)
+    assert exit_code(["status", "--pages", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "all good" in shown
+    assert "\x1b]0" not in shown
+    assert "\x1b[2J" not in shown
+    assert ("[/x]" in shown) == (reason[0] == "[")
+
+
 def test_status_shows_a_closed_guest_s_memory_and_its_shared_fate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +265,32 @@ def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["status", "--pages", "/nonexistent", "--agent", "ftp://x"]) == 2
     assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_token_goes_to_the_named_server_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        token = str(token_file(tmp_path, "token", "t" * 20))
+        arguments = ["--pages", str(tmp_path), "--agent", url, "--token-file", token]
+        assert exit_code(["status", *arguments]) != 0
+        server.shutdown()
+    assert asked == ["/v1/slots"]
+    assert "HTTP 302" in capsys.readouterr().err
 
 
 def test_a_configuration_that_this_machine_cannot_run_is_not_good(

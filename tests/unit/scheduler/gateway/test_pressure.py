@@ -7,7 +7,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.gateway.pressure import Pressure, TenantShares, connection_room
+from harvester.platform.tenant_shares import Pressure, TenantShares
+from scheduler.gateway.pressure import connection_room
 
 MOST = 120
 

@@ -10,10 +10,10 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
+from harvester.platform.tenant_shares import Pressure
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
-from scheduler.gateway.pressure import Pressure
 from scheduler.gateway.samples import TurnRefused, follow, samples_of
 
 JOB = JobId("job")

@@ -10,6 +10,7 @@ from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout import names
 from weightsync.layout.manifest import decoded_manifest
+from weightsync.layout.tables import packed_table
 from weightsync.publisher import Publisher
 from weightsync.serve.published import published_files, summary_line
 
@@ -64,3 +65,13 @@ def with_file(record: str) -> bytes:
 def test_a_hostile_index_is_corrupt(raw: bytes) -> None:
     with pytest.raises(Corrupt):
         published_files(raw)
+
+
+def test_an_index_of_a_few_kilobytes_is_not_made_into_gigabytes_of_files() -> None:
+    """A relay reads the indexes that its tenants write."""
+    chunks = "[]," * (23 << 20)
+    much = with_file(f'{{"bytes": 1, "xxh3_128": "{"0" * 32}", "chunks": [{chunks}[]]}}')
+    many = ",".join(f'"{n}": "{n}"' for n in range((1 << 16) + 1))
+    for raw in (much, f'{{"metadata": {{"version": 1}}, "weight_map": {{{many}}}}}'.encode()):
+        with pytest.raises(Corrupt, match="an index with"):
+            published_files(packed_table(raw))

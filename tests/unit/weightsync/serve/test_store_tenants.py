@@ -3,8 +3,9 @@
 import http.client
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,11 +16,12 @@ from harvester.contracts.errors import ConfigError
 from harvester.platform.tenants import Tenants
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
-from weightsync.serve.server import Listening
+from weightsync.serve.server import Listening, ServingLimits
 from weightsync.transport.access import VARIABLES, Access
 from weightsync.transport.http_source import HttpSource
 
 SHARD = "weight_v000001/model-00001-of-00001.safetensors"
+INDEX = "weight_v000001/model.safetensors.index.json"
 ALICE, BOB, OPERATOR, OBSERVER = (letter * 20 for letter in "abox")
 FILE = f"""
 alice:
@@ -104,10 +106,22 @@ def test_a_tenant_sees_and_reads_its_own_stores_alone(url: str, stores: Path) ->
     assert asked(url, "/stores/job-a-lora/LATEST", ALICE)[0] == 200
 
 
+def test_the_transfers_of_one_tenant_refuse_no_other_tenant(stores: Path, file: Path) -> None:
+    limits = ServingLimits(transfers_max=2, bytes_per_s=1.0)
+    with served(stores, tenants=Tenants.load(file), limits=limits) as url, ExitStack() as held:
+        for _ in range(2):
+            connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+            held.enter_context(closing(connection))
+            sent = {"Authorization": f"Bearer {ALICE}"}
+            connection.request("GET", f"/stores/job-a/{SHARD}", headers=sent)
+        while asked(url, "/healthz") != (200, b"2 transfers\n"):
+            time.sleep(0.01)
+        assert asked(url, f"/stores/job-a/{INDEX}", ALICE)[0] == 503
+        assert asked(url, f"/stores/job-b/{INDEX}", BOB)[0] == 200
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize(
-    "rest", ["", "/LATEST", f"/{SHARD}", "/weight_v000001/model.safetensors.index.json", "/x/y"]
-)
+@pytest.mark.parametrize("rest", ["", "/LATEST", f"/{SHARD}", f"/{INDEX}", "/x/y"])
 def test_another_tenants_store_answers_like_one_that_is_absent(
     url: str, rest: str, method: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import re
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_refusals_of_a_token_and_of_a_busy_server_are_as_the_document_says(tmp_p
     with Publisher(tmp_path / "root" / "job") as publisher:
         publisher.publish({"w": torch.ones(40, 5)})
     file = token_file(tmp_path, "tenants", f"observer: {'o' * 20}")
-    tenants, full = Tenants.load(file), ServingLimits(transfers_max=0)
+    tenants, full = Tenants.load(file), ServingLimits(transfers_max=1, bytes_per_s=1.0)
     with served(tmp_path / "root", tenants=tenants) as url:
         for token, path, status in (
             ("w" * 20, "/stores", 401),
@@ -118,7 +119,13 @@ def test_refusals_of_a_token_and_of_a_busy_server_are_as_the_document_says(tmp_p
             found = asked(url, path, Authorization=f"Bearer {token}")
             assert found[0] == status
             check(path, *found)
-    with served(tmp_path / "root", limits=full) as url:
+    with (
+        served(tmp_path / "root", limits=full) as url,
+        closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)) as other,
+    ):
+        other.request("GET", SHARD)
+        while asked(url, "/healthz")[1] != b"1 transfers\n":
+            time.sleep(0.01)
         found = asked(url, SHARD)
         assert found[0] == 503
         check(SHARD, *found)

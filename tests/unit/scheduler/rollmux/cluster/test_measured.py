@@ -57,3 +57,15 @@ def test_moves_and_starts_are_measured_by_the_control() -> None:
         control.pass_time(39.0)
     assert policy.planner.relocation.move_s == policy.move_s.in_force_s
     assert policy.move_s.in_force_s == pytest.approx(180.0, rel=0.25)
+
+
+@pytest.mark.parametrize("held_s", [0.01, 100.0])
+def test_no_tenant_s_report_makes_starts_slow_for_all(held_s: float) -> None:
+    control = Control(cluster("r0", "t0", warm_start_s=5.0))
+    control.submit(submission("a", slo=3.0))
+    for _ in range(30):
+        for kind in (ROLLOUT, TRAINING):
+            control.runs("a", kind)
+            control.pass_time(held_s, beats="a")
+            control.leave("a", loading_s=1e9)
+    assert control.service.cluster.warm_start_s.in_force_s <= (5.0 if held_s < 5.0 else 40.0)

@@ -231,6 +231,25 @@ def test_a_job_whose_owner_cannot_be_kept_is_not_declared(
         assert isinstance(control.by("bobby").call(terms("a")), Accepted)
 
 
+def test_the_jobs_of_one_tenant_leave_room_for_those_of_others(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.rollmux.control.phase_service.JOBS_MAX", 8)
+    monkeypatch.setattr("scheduler.rollmux.control.job_owners._SHARED_JOBS", 4)
+    with control.runs():
+        alice, bobby, operator = (control.by(name) for name in ("alice", "bobby", "operator"))
+        for at in range(4):
+            assert isinstance(alice.call(terms(f"a{at}")), Accepted)
+        with pytest.raises(Exhausted, match="4 of them by alice; its share is 4"):
+            alice.call(terms("a4"))
+        assert isinstance(alice.call(terms("a0", "r1")), Accepted)
+        assert all(isinstance(bobby.call(terms(job)), Accepted) for job in ("b0", "b1"))
+        with pytest.raises(Exhausted, match="its share is 2"):
+            bobby.call(terms("b2"))
+        assert all(isinstance(operator.call(terms(job)), Accepted) for job in ("o0", "o1"))
+        assert isinstance(operator.call(terms("o2")), CallRefused)
+
+
 PATHS = (
     ("GET", "/v1/phases"),
     ("HEAD", "/v1/phases"),

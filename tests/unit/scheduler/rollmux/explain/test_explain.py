@@ -153,6 +153,16 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     assert not _told(found, EventKind.ARRIVED)
 
 
+def test_a_tenant_s_reason_of_a_failure_stays_one_line_of_text(control: Control) -> None:
+    """An operator reads it in a terminal, between lines of the control's own."""
+    control.submit(submission("a"))
+    control.runs("a")
+    control.leave("a", failed="\x1b]0;owned\x07\x1b[2J\n2026-11-29 01:00:00  forged \x9b2J")
+    (line,) = [one for one in _explained(control, "a").lines() if "forged" in one]
+    assert line.isprintable()
+    assert "2026-11-29" in line
+
+
 def test_a_job_without_nodes_is_notified_of_its_next_node(opens: Opens) -> None:
     control = opens(cluster("r0", "t0"))
     control.submit(submission("a"))
