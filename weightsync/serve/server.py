@@ -1,8 +1,8 @@
 """The HTTP server of stores: files by ranges, LATEST as it changes. `openapi` has its routes."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from weightsync.layout.names import (
     LATEST_FILE,
     MAX_INDEX_BYTES,
     MAX_LATEST_BYTES,
+    Kind,
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
@@ -131,8 +132,9 @@ class WeightServer:
         return json_reply(StoreList(stores=own))
 
     async def _directories(self, request: web.Request) -> web.Response:
-        found = await self._shelf.directories(self._store(request))
-        return json_reply(StoreVersions(directories=found, composes=self._shelf.composes))
+        store = self._store(request)
+        found, composes = await self._shelf.directories(store), await self._shelf.composes(store)
+        return json_reply(StoreVersions(directories=found, composes=composes))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)
@@ -148,19 +150,32 @@ class WeightServer:
     async def _file(self, request: web.Request) -> web.StreamResponse:
         store, directory = self._store(request), request.match_info["directory"]
         name = checked_name(request.match_info["file"], what="file")
-        if named_ref(directory) is None:
+        ref = named_ref(directory)
+        if ref is None:
             raise FileNotFoundError(f"{directory[:80]!r} is no version")
+        doubted = "no-cache" in request.headers.get("Cache-Control", "")
+        async with AsyncExitStack() as until_sent:
+            if ref.kind is not Kind.SKIP:
+                until_sent.enter_context(self._transfer())
+            opening = self._shelf.open(store, f"{directory}/{name}", doubted=doubted)
+            file = await until_sent.enter_async_context(opening)
+            if ref.kind is Kind.SKIP:
+                # Only now: a reader may have waited until it was composed.
+                until_sent.enter_context(self._transfer())
+            if name == INDEX_FILE:
+                return await self._index(request, store, file)
+            return await self._answered(request, store, file)
+
+    @contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """Counts as a transfer inside. Raises Exhausted."""
         if self._active >= self._limits.transfers_max:
             self._metrics.refused.labels("busy").inc()
             raise Exhausted(f"{self._active} transfers are under way")
-        doubted = "no-cache" in request.headers.get("Cache-Control", "")
         self._active += 1
         self._metrics.active.set(self._active)
         try:
-            async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
-                if name == INDEX_FILE:
-                    return await self._index(request, store, file)
-                return await self._answered(request, store, file)
+            yield
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
