@@ -17,7 +17,7 @@ from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.composing import ROOM_BYTES, SkipDelta, SpoolDraft, composed_skip
 from weightsync.publish.store_writer import WritableStore
-from weightsync.publish.version_writer import QuotaFull, VersionWriter
+from weightsync.publish.version_writer import StoreFull, VersionWriter
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
@@ -87,7 +87,7 @@ class SkipDeltaWriter:
                 if is_answering:
                     self._write(skip)
             except Exception as error:
-                is_answering = isinstance(error, QuotaFull | Stale)
+                is_answering = isinstance(error, StoreFull | Stale)
                 _log_left_out(error)
                 with suppress(RoseMuxError, OSError):
                     self._lead.sweep()

@@ -43,7 +43,7 @@ from weightsync.publish.store_writer import StoreWriter
 _LOG = logging.getLogger(__name__)
 
 
-class QuotaFull(Exhausted):
+class StoreFull(Exhausted):
     """`max_bytes` has no room for a skip delta, of a store that answers."""
 
 
@@ -181,7 +181,7 @@ class VersionWriter:
         return self._next.layout
 
     def begin_skip(self, ref: VersionRef, *, size_bytes: int) -> str:
-        """Begin a skip delta in the store. Raises QuotaFull if it has no room, and Stale if its
+        """Begin a skip delta in the store. Raises StoreFull if it has no room, and Stale if its
         version was pruned meanwhile."""
         self._check_quota(size_bytes)
         if VersionRef(Kind.WEIGHT, ref.version) not in self._writer.refs():
@@ -200,7 +200,7 @@ class VersionWriter:
         if self._max_bytes is not None:
             used_bytes = sum(self._writer.sizes().values())
             if used_bytes + size_bytes > self._max_bytes:
-                raise QuotaFull(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
+                raise StoreFull(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
 
     def sweep(self) -> None:
         """Delete unfinished versions."""
