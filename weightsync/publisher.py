@@ -87,8 +87,9 @@ class Publisher(AbstractContextManager["Publisher"]):
     every rank reaches, for their agreement; by default the store's own, which an object store
     lacks. `write`: writer for files of a directory. `announce`: the job's URL at each gateway
     (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells it of every version, in the background,
-    with the bearer token of `announce_token_file`. `check_finite`: refuse a state with NaN or
-    infinite elements, by the tensor's name.
+    with the bearer token of `announce_token_file`, and trusts `announce_ca_file` besides the
+    system's certificates; both are read again when they change. `check_finite`: refuse a state with
+    NaN or infinite elements, by the tensor's name.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         write: FileWriter = write_durably,
         announce: str | Sequence[str] = (),
         announce_token_file: Path | str | None = None,
+        announce_ca_file: Path | str | None = None,
         check_finite: bool = False,
     ) -> None:
         encoding = _checked_encoding(encoding)
@@ -134,7 +136,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._check_finite = check_finite
         self._clock = clock or MonotonicClock()
         self._announcer = (
-            _announcer(store, announce, announce_token_file, self._clock)
+            _announcer(store, announce, announce_token_file, announce_ca_file, self._clock)
             if announce and rank == 0
             else None
         )
@@ -374,15 +376,19 @@ def _announcer(
     store: Path | str | WritableStore,
     jobs: str | Sequence[str],
     token_file: Path | str | None,
+    ca_file: Path | str | None,
     clock: Clock,
 ) -> "Announcer":
+    from harvester.platform.tls import Credentials
     from weightsync.publish.announcer import Announcer
 
     if not isinstance(store, Path | str):
         raise ConfigError("announce: give the store as a path or URL, which names it to engines")
     name = str(store).rstrip("/").rpartition("/")[2]
     urls = (jobs,) if isinstance(jobs, str) else jobs
-    return Announcer(urls, store=name, token_file=token_file, clock=clock)
+    files = {"token_file": token_file, "ca_file": ca_file}
+    credentials = Credentials.model_validate(files)
+    return Announcer(urls, store=name, credentials=credentials, clock=clock)
 
 
 def _check(

@@ -244,10 +244,12 @@ class Receiver:
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
-                # An object store also lists directories that are still being written.
-                if ref.kind is not Kind.WEIGHT:
-                    return None
-                raise
+                if ref.kind is Kind.WEIGHT:
+                    raise
+                # An object store also lists directories that are still being written; a server
+                # that has not composed a delta in time would be waited for each time.
+                self._present -= {ref}
+                return None
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
 

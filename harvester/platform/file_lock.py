@@ -2,20 +2,26 @@
 
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 
+_OWN: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
+
 
 class FileLock:
     """Opens the file, not yet locked. Raises OSError. Processes that inherit the descriptor hold
-    the lock too.
+    the lock too, except for a lock that is this process's `own`: forked children close it.
     """
 
-    def __init__(self, path: Path, *, mode: int = 0o666) -> None:
+    def __init__(self, path: Path, *, mode: int = 0o666, own: bool = False) -> None:
         self.descriptor = -1
+        self._owner = os.getpid() if own else 0
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.descriptor = os.open(path, flags, mode)
+        if own:
+            _OWN.add(self)
 
     def take(self) -> bool:
         """Whether it is held now; never waits."""
@@ -39,17 +45,29 @@ class FileLock:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close this process's descriptor; the lock holds while another process has it."""
+        """Close this process's descriptor; the lock holds while another process has it, unless it
+        is this process's own."""
         if self.descriptor >= 0:
+            if self._owner == os.getpid():
+                self.release()
             os.close(self.descriptor)
             self.descriptor = -1
 
     __del__ = close
 
 
+def _close_in_child() -> None:
+    for lock in (*_OWN,):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def locked(path: Path, *, taken: str) -> FileLock:
-    """The lock, held. Raises OSError, and ConfigError with `taken` if another process holds it."""
-    lock = FileLock(path)
+    """This process's own lock, held. Raises OSError, and ConfigError with `taken` if another
+    process holds it."""
+    lock = FileLock(path, own=True)
     try:
         if lock.take():
             return lock

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from tests.certificates import Authority, token_file
 from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import Site, gateway_on
@@ -171,6 +172,33 @@ async def test_a_refused_announcement_is_logged_and_not_repeated(
     await in_thread(lambda: published(publisher))
     assert await in_thread(lambda: publisher.announced(ANSWER_S))
     await in_thread(publisher.close)
+    await site.close()
+
+
+async def test_a_renewed_token_is_sent_to_a_gateway_of_a_private_authority(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    site = Site(authority.server("gateway"))
+    sent: list[str] = []
+
+    async def versions(request: web.Request) -> web.Response:
+        sent.append(request.headers["Authorization"])
+        return web.json_response({"version": 1, "engines": {}})
+
+    app = web.Application()
+    app.router.add_post("/v1/jobs/job/versions", versions)
+    await site.serve(app)
+    token = token_file(tmp_path, "token", "first-token-of-16-characters")
+    with Publisher(
+        tmp_path / "job.store",
+        announce=f"{site.url}/v1/jobs/job",
+        announce_token_file=str(token),
+        announce_ca_file=str(authority.file),
+    ) as publisher:
+        for expected in ("first", "second"):
+            await in_thread(lambda: published(publisher))
+            assert await in_thread(lambda: publisher.announced(ANSWER_S))
+            assert sent[-1] == f"Bearer {expected}-token-of-16-characters"
+            token_file(tmp_path, "next", "second-token-of-16-characters").replace(token)
     await site.close()
 
 

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from math import inf
-from pathlib import Path
 from random import Random
 
 import aiohttp
@@ -33,7 +32,7 @@ _LIMITS = RetryLimits(give_up_s=inf, attempts_max=inf, first_wait_s=0.1, wait_ma
 
 class Announcer:
     def __init__(
-        self, jobs: Sequence[str], *, store: str, token_file: Path | str | None, clock: Clock
+        self, jobs: Sequence[str], *, store: str, credentials: Credentials, clock: Clock
     ) -> None:
         """`jobs`: URLs of the job at each gateway, `http://127.0.0.1:8300/v1/jobs/job-a`. `store`:
         its name under the engines' ROSEMUX_WEIGHT_ROOT. Raises ConfigError."""
@@ -44,9 +43,9 @@ class Announcer:
                 )
         self._jobs = tuple(url.rstrip("/") for url in jobs)
         self._store = checked_name(store, what="store")
-        credentials = Credentials(token_file=None if token_file is None else Path(token_file))
-        sent = credentials.headers_for(*self._jobs)
-        self._headers = {"Content-Type": "application/json", **sent}
+        credentials.headers_for(*self._jobs)
+        credentials.check()
+        self._credentials = credentials
         self._clock = clock
         self._loop = LoopThread("weight-announce")
         self._task: asyncio.Task[None] | None = None
@@ -104,8 +103,9 @@ class Announcer:
                     f"{url}/versions",
                     body,
                     Backoff(_ONCE, self._clock),
-                    headers=self._headers,
+                    headers={"Content-Type": "application/json"} | self._credentials.headers(),
                     timeout_s=_SWITCH_S,
+                    tls=self._credentials.tls() if self._credentials.has_tls_files else True,
                     # A number below the job's, or of another run, is refused for good.
                     passing=PASSING - {409},
                 )

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from harvester.contracts.errors import Exhausted, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.elements.batches import each
+from weightsync.elements.batches import BATCH_BYTES, spread
 from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoded, Encoding, composed
@@ -34,6 +35,7 @@ from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
 ROOM_BYTES = 64 << 20
+"""Half of it for a skip delta that waits in memory; a larger one waits in a file."""
 _MOST_OF_DENSE = 0.5
 """Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
 _SMALL_BYTES = 64 << 20
@@ -50,10 +52,12 @@ class SkipDelta:
     ref: VersionRef
     section: IndexSection
     """The section of the version that it leads to."""
-    entries: Mapping[str, Encoded]
+    shards: Sequence[Shard]
+    files: Mapping[str, SpooledFile]
 
-    def manifest(self, shards: Sequence[Shard], names: Mapping[str, str]) -> Manifest:
-        """The index of these shards; `names`: the final name of each file."""
+    def manifest(self, names: Mapping[str, str]) -> Manifest:
+        """The index; `names`: the final name of each file."""
+        shards = self.shards
         encodings = {e: encoding for shard in shards for e, encoding in shard.encodings.items()}
         others = {e: encoding for e, encoding in encodings.items() if encoding is not _ENCODING}
         files = {names[shard.file]: shard.record for shard in shards}
@@ -67,12 +71,12 @@ class SkipDelta:
         )
 
 
-class _SpoolDraft(DeltaDraft):
-    """Keeps the files of one version in a spool."""
+class SpoolDraft(DeltaDraft):
+    """Keeps the files of one skip delta in memory or a file, in `directory` or TMPDIR."""
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         self.files: dict[str, SpooledFile] = {}
-        self._spool = spool
+        self._spool = Spool(MemoryRoom(ROOM_BYTES), directory)
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
         parts = [np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks]
@@ -90,18 +94,15 @@ def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mappin
 
     Raises the errors of `composed_skip`; Stale too for a version without a full checkpoint.
     """
-    store = Store(source)
+    store, draft = Store(source), SpoolDraft()
     layout = _layout(store, ref.version)
-    work, kept = (Spool(MemoryRoom(ROOM_BYTES)) for _ in range(2))
+    spool = Spool(MemoryRoom(ROOM_BYTES))
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-    skip = composed_skip(store, ref, layout, work, threads=threads, until=until)
-    draft = _SpoolDraft(kept)
-    shards = ShardFiles(draft, rank=0, limit_bytes=_SHARD_BYTES, may_pack=True)
-    for entry, encoded in skip.entries.items():
-        shards.add(entry, encoded)
-    written = shards.finish()
-    names = {shard.file: shard.file for shard in written}
-    draft.write(INDEX_FILE, [encoded_manifest(skip.manifest(written, names))])
+    skip = composed_skip(
+        store, ref, layout, spool, draft, shard_bytes=_SHARD_BYTES, threads=threads, until=until
+    )
+    index = encoded_manifest(skip.manifest({file: file for file in skip.files}))
+    draft.write(INDEX_FILE, [index])
     draft.write(READY_FILE, [])
     if skip.section.adapter is not None:
         version = VersionRef(Kind.WEIGHT, ref.version)
@@ -123,9 +124,18 @@ def _layout(store: Store, version: WeightVersion) -> Layout:
 
 
 def composed_skip(
-    store: Store, ref: VersionRef, layout: Layout, spool: Spool, *, threads: int = 1, until: Event
+    store: Store,
+    ref: VersionRef,
+    layout: Layout,
+    spool: Spool,
+    draft: SpoolDraft,
+    *,
+    shard_bytes: int,
+    threads: int = 1,
+    until: Event,
 ) -> SkipDelta:
-    """Compose the deltas between the two versions of `ref`; `layout` is of the versions' entries.
+    """Compose the deltas between the two versions of `ref` into files of `draft`; `layout` is of
+    the versions' entries, `spool` for the deltas meanwhile.
 
     Raises Exhausted if they are too large or the event is set, Stale if they do not lead from the
     one to the other, Corrupt, and Unsupported for deltas that do not add up.
@@ -135,16 +145,22 @@ def composed_skip(
     if section is None:
         raise Unsupported(f"{ref.directory}: version {ref.version} was written by another system")
     changes, digests = _payloads(store, chain, spool, until)
+    sizes = {entry: layout[entry].size_bytes for entry in changes}
+    files = ShardFiles(draft, rank=0, limit_bytes=shard_bytes, may_pack=True)
 
     def summed(entry: str) -> Encoded | None:
         _check_open(until)
         parts = ((encoding, file.read(span).data) for encoding, file, span in changes[entry])
         return composed(parts, layout[entry], digests[entry])
 
+    # As many tensors as keep the threads busy: the heap never has all of the delta.
+    limit_bytes = (threads + 1) * max((BATCH_BYTES, *sizes.values()))
     with ThreadPoolExecutor(threads, thread_name_prefix="weight-compose") as pool:
-        found = each(pool, summed, [*changes], lambda entry: layout[entry].size_bytes)
-    entries = {entry: delta for entry, delta in zip(changes, found, strict=True) if delta}
-    return SkipDelta(ref=ref, section=section, entries=entries)
+        found = spread(pool, summed, [*sizes], sizes.__getitem__, limit_bytes=limit_bytes)
+        for entry, delta in zip(sizes, found, strict=True):
+            if delta is not None:
+                files.add(entry, delta)
+    return SkipDelta(ref=ref, section=section, shards=files.finish(), files={**draft.files})
 
 
 def _payloads(

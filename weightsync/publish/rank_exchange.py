@@ -179,6 +179,9 @@ class RankZero:
             self._mailbox.post(_name("down", rank, received.call, 0), refusal)
             self._refused.add(received.call)
             return None
+        if received.error:
+            # Its rank listens no more, and may retry at this step before rank 0 does.
+            self._mailbox.discard(f"call-{rank:05d}")
         self._calls[rank] = received.call
         return received
 
@@ -202,6 +205,8 @@ class OtherRank:
         self._exchange = 0
         self._opening: RankMessage | None = None
         self._is_over = False
+        # An earlier call that rank 0 did not take is no part of this one.
+        mailbox.discard(f"call-{rank:05d}")
 
     def gather(self, message: _T) -> list[_T]:
         self._up(body=msgspec.Raw(msgspec.json.encode(message)))

@@ -15,11 +15,9 @@ from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.publish.agreement import WrittenShare
-from weightsync.publish.composing import ROOM_BYTES, SkipDelta, composed_skip
-from weightsync.publish.delta_shards import ShardFiles
+from weightsync.publish.composing import ROOM_BYTES, SkipDelta, SpoolDraft, composed_skip
 from weightsync.publish.store_writer import WritableStore
-from weightsync.publish.version_writer import VersionWriter
+from weightsync.publish.version_writer import StoreFull, VersionWriter
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
@@ -46,16 +44,15 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
 
 
 class SkipDeltaWriter:
-    """Belongs to the thread that publishes; `spool_dir` holds deltas that are too large for the
-    memory while they are read."""
+    """Belongs to the thread that publishes; `spool_dir` holds what is too large for the memory:
+    deltas while they are read, and skip deltas until they are written."""
 
     def __init__(
         self, store: WritableStore, lead: VersionWriter, *, shard_bytes: int, spool_dir: Path | None
     ) -> None:
         self._store = store
         self._lead = lead
-        self._shard_bytes = shard_bytes
-        self._maker = _Maker(store.reader(), spool_dir)
+        self._maker = _Maker(store.reader(), shard_bytes, spool_dir)
         # A daemon thread, so that no trainer's exit waits for it. It holds no lock on the store.
         self._thread = Thread(target=self._maker.run, name="weight-skip", daemon=True)
 
@@ -90,27 +87,27 @@ class SkipDeltaWriter:
                 if is_answering:
                     self._write(skip)
             except Exception as error:
-                is_answering = isinstance(error, Exhausted | Stale)
+                is_answering = isinstance(error, StoreFull | Stale)
                 _log_left_out(error)
                 with suppress(RoseMuxError, OSError):
                     self._lead.sweep()
 
     def _write(self, skip: SkipDelta) -> None:
-        payload_bytes = sum(len(encoded.payload) for encoded in skip.entries.values())
-        begun = self._lead.begin_skip(skip.ref, payload_bytes=payload_bytes)
+        size_bytes = sum(file.size_bytes for file in skip.files.values())
+        begun = self._lead.begin_skip(skip.ref, size_bytes=size_bytes)
         with closing(self._store.draft(begun)) as draft:
-            files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes, may_pack=True)
-            for entry, encoded in skip.entries.items():
-                files.add(entry, encoded)
-            written = WrittenShare(files.finish(), {})
-        self._lead.commit_skip(begun, skip, written)
+            for name, file in skip.files.items():
+                draft.write(name, file.pieces())
+            draft.settle()
+        self._lead.commit_skip(begun, skip)
 
 
 class _Maker:
     """Composes the skip deltas put into `due` in a separate thread, until None is put."""
 
-    def __init__(self, reader: Store, spool_dir: Path | None) -> None:
+    def __init__(self, reader: Store, shard_bytes: int, spool_dir: Path | None) -> None:
         self.reader = reader
+        self._shard_bytes = shard_bytes
         self.due: SimpleQueue[tuple[WeightVersion, WeightVersion, Layout] | None] = SimpleQueue()
         self.made: SimpleQueue[SkipDelta] = SimpleQueue()
         self.is_closed = Event()
@@ -124,7 +121,15 @@ class _Maker:
         spool = Spool(MemoryRoom(ROOM_BYTES), self._spool_dir)
         try:
             ref = VersionRef(Kind.SKIP, version, base)
-            found = composed_skip(self.reader, ref, layout, spool, until=self.is_closed)
+            found = composed_skip(
+                self.reader,
+                ref,
+                layout,
+                spool,
+                SpoolDraft(self._spool_dir),
+                shard_bytes=self._shard_bytes,
+                until=self.is_closed,
+            )
             self.made.put(found)
         except Exception as error:
             _log_left_out(error)

@@ -43,6 +43,10 @@ from weightsync.publish.store_writer import StoreWriter
 _LOG = logging.getLogger(__name__)
 
 
+class StoreFull(Exhausted):
+    """`max_bytes` has no room for a skip delta, of a store that answers."""
+
+
 class VersionWriter:
     """`writer` owns the store exclusively."""
 
@@ -176,18 +180,19 @@ class VersionWriter:
         """All ranks' entries in the newest version."""
         return self._next.layout
 
-    def begin_skip(self, ref: VersionRef, *, payload_bytes: int) -> str:
-        """Begin a skip delta in the store. Raises Exhausted if the quota has no room for it, and
-        Stale if its version was pruned meanwhile."""
-        self._check_quota(payload_bytes)
+    def begin_skip(self, ref: VersionRef, *, size_bytes: int) -> str:
+        """Begin a skip delta in the store. Raises StoreFull if it has no room, and Stale if its
+        version was pruned meanwhile."""
+        self._check_quota(size_bytes)
         if VersionRef(Kind.WEIGHT, ref.version) not in self._writer.refs():
             raise Stale(f"version {ref.version} was pruned")
         return self._writer.begin(ref)
 
-    def commit_skip(self, begun: str, skip: SkipDelta, written: WrittenShare) -> None:
+    def commit_skip(self, begun: str, skip: SkipDelta) -> None:
         """Make a skip delta visible."""
+        written = WrittenShare([*skip.shards], {})
         names = self._writer.place(begun, [written], alone="")
-        small = self._small_files(skip.manifest(written.shards, names))
+        small = self._small_files(skip.manifest(names))
         self._check_quota(_size_bytes([written], small))
         self._writer.finish(begun, skip.ref, small)
 
@@ -195,7 +200,7 @@ class VersionWriter:
         if self._max_bytes is not None:
             used_bytes = sum(self._writer.sizes().values())
             if used_bytes + size_bytes > self._max_bytes:
-                raise Exhausted(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
+                raise StoreFull(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
 
     def sweep(self) -> None:
         """Delete unfinished versions."""

@@ -8,6 +8,7 @@ its content.
 import os
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +56,10 @@ class SpooledFile:
 
     size_bytes: int
     content: StagedFile
+
+    def pieces(self) -> Iterator[memoryview]:
+        for piece in ByteSpan(0, self.size_bytes).pieces(_PIECE_BYTES):
+            yield self.content.read(piece).data
 
 
 class Spool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, TypeAlias
 
+from harvester.contracts.clock import Clock, MonotonicClock
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.transport.source import StoreSource
@@ -29,6 +30,8 @@ _WAITING = 4
 """Shared by the stores that wait: one store's many readers refuse no other store's."""
 _WAIT_S = 15.0
 """Shorter than a reader's patience with a silent server (20 s)."""
+_FAILED_S = 60.0
+_MAX_FAILED = 256
 
 
 @dataclass(slots=True)
@@ -44,12 +47,20 @@ class ComposedVersions:
     """Keeps up to `kept_bytes`, the most recently used. Belongs to one event loop."""
 
     def __init__(
-        self, compose: Compose, *, kept_bytes: int, metrics: TransferMetrics | None = None
+        self,
+        compose: Compose,
+        *,
+        kept_bytes: int,
+        metrics: TransferMetrics | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._compose = compose
+        self._clock = clock or MonotonicClock()
         self._metrics = metrics or TransferMetrics()
         self._kept_bytes = kept_bytes
         self._kept: dict[tuple[str, VersionRef], _Composed] = {}
+        self._failed: dict[tuple[str, VersionRef], tuple[str, float]] = {}
+        """Tag of each that failed, and when: most would fail again, at the same cost."""
         self._closed = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-compose")
 
@@ -79,6 +90,9 @@ class ComposedVersions:
 
     def _begun(self, key: tuple[str, VersionRef], source: StoreSource, tag: str) -> _Composed:
         ref = key[1]
+        failed_tag, failed_s = self._failed.get(key, ("", 0.0))
+        if failed_tag == tag and self._clock.now() < failed_s + _FAILED_S:
+            raise FileNotFoundError(f"{ref.directory} could not be composed")
         waiting = Counter(store for (store, _), e in self._kept.items() if not e.files.done())
         share = max(1, _WAITING // len(waiting.keys() | {key[0]}))
         if waiting.total() >= _WAITING and waiting[key[0]] >= share:
@@ -97,6 +111,10 @@ class ComposedVersions:
         if error:
             if self._kept.get(key) is composed:
                 del self._kept[key]
+            self._failed.pop(key, None)
+            self._failed[key] = composed.tag, self._clock.now()
+            if len(self._failed) > _MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
             _LOG.info("%s/%s is not composed: %s", key[0], key[1].directory, error)
             return
         composed.size_bytes = sum(file.size_bytes for file in done.result().values())

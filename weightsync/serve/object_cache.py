@@ -7,6 +7,7 @@ A kill or a power cut leaves either a `.part`, which is deleted at the next star
 verified once before it is served.
 """
 
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ _PROVABLE = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}\Z", re.ASCII)
 _UNPROVABLE = re.compile(r"[0-9a-f]{32}-([0-9]{1,18}\.part|foreign(\.part)?)\Z", re.ASCII)
 _LOCK_FILE = ".relay-lock"
 _HASH_BYTES = 4 << 20
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(slots=True)
@@ -113,8 +115,8 @@ class ObjectCache:
     def take(self, store: str, key: str, size_bytes: int) -> CachedObject:
         """The object, in use until `leave`; a new one is empty, with its disk space reserved.
 
-        Raises Exhausted if everything else is in use or the disk is full, ConfigError if it is
-        larger than the cache.
+        Raises Exhausted if everything else is in use, or the disk is full without idle copies too;
+        ConfigError if it is larger than the cache.
         """
         name = f"{store}/{key}"
         held = self._objects.get(name)
@@ -157,17 +159,20 @@ class ObjectCache:
             )
         self._make_room(size_bytes)
         held = CachedObject(self._root / store / key, size_bytes, ChunkMap(size_bytes))
-        try:
-            held.part.parent.mkdir(exist_ok=True)
-            handle = os.open(held.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        left_bytes = size_bytes
+        while True:
             try:
-                if size_bytes:
-                    os.posix_fallocate(handle, 0, size_bytes)
-            finally:
-                os.close(handle)
-        except OSError as error:
-            held.part.unlink(missing_ok=True)
-            raise Exhausted(f"no room in {self._root}: {error.strerror}") from error
+                _reserve(held.part, size_bytes)
+                break
+            except OSError as error:
+                held.part.unlink(missing_ok=True)
+                idle = [one for one in self._objects.values() if not one.users]
+                if error.errno not in _FULL or not idle or left_bytes <= 0:
+                    raise Exhausted(f"no room in {self._root}: {error.strerror}") from error
+                # The disk is smaller than the capacity, or has other files too.
+                oldest = min(idle, key=lambda one: one.used_at)
+                left_bytes -= oldest.size_bytes
+                self.drop(oldest, reason="evicted")
         self._metrics.cached.inc(size_bytes)
         return held
 
@@ -201,6 +206,16 @@ class ObjectCache:
         if held.handle is not None:
             os.close(held.handle)
             held.handle = None
+
+
+def _reserve(part: Path, size_bytes: int) -> None:
+    part.parent.mkdir(exist_ok=True)
+    handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if size_bytes:
+            os.posix_fallocate(handle, 0, size_bytes)
+    finally:
+        os.close(handle)
 
 
 def digest_on_disk(handle: int, size_bytes: int) -> str:

@@ -41,8 +41,6 @@ _INDEXES = 256
 class RelayShelf:
     """In front of another place with stores. Belongs to one event loop."""
 
-    composes = False
-
     def __init__(
         self,
         upstream: StoreRoot,
@@ -76,6 +74,9 @@ class RelayShelf:
             lambda: self._whole_versions(store) or None,
             lambda: self._shelf.directories(store),
         )
+
+    async def composes(self, store: str) -> bool:  # noqa: ARG002 - its readers share files
+        return False
 
     async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
         until_s = self._clock.now() + wait_s

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -24,6 +24,7 @@ from weightsync.layout.names import (
     LATEST_FILE,
     MAX_INDEX_BYTES,
     MAX_LATEST_BYTES,
+    Kind,
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
@@ -134,8 +135,9 @@ class WeightServer:
         return json_reply(StoreList(stores=own))
 
     async def _directories(self, request: web.Request) -> web.Response:
-        found = await self._shelf.directories(self._store(request))
-        return json_reply(StoreVersions(directories=found, composes=self._shelf.composes))
+        store = self._store(request)
+        found, composes = await self._shelf.directories(store), await self._shelf.composes(store)
+        return json_reply(StoreVersions(directories=found, composes=composes))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)
@@ -151,14 +153,21 @@ class WeightServer:
     async def _file(self, request: web.Request) -> web.StreamResponse:
         store, directory = self._store(request), request.match_info["directory"]
         name = checked_name(request.match_info["file"], what="file")
-        if named_ref(directory) is None:
+        ref = named_ref(directory)
+        if ref is None:
             raise FileNotFoundError(f"{directory[:80]!r} is no version")
         doubted = "no-cache" in request.headers.get("Cache-Control", "")
-        with self._transfer(request[TENANT]):
-            async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
-                if name == INDEX_FILE:
-                    return await self._index(request, store, file)
-                return await self._answered(request, store, file)
+        async with AsyncExitStack() as until_sent:
+            if ref.kind is not Kind.SKIP:
+                until_sent.enter_context(self._transfer(request[TENANT]))
+            opening = self._shelf.open(store, f"{directory}/{name}", doubted=doubted)
+            file = await until_sent.enter_async_context(opening)
+            if ref.kind is Kind.SKIP:
+                # Only now: a reader may have waited until it was composed.
+                until_sent.enter_context(self._transfer(request[TENANT]))
+            if name == INDEX_FILE:
+                return await self._index(request, store, file)
+            return await self._answered(request, store, file)
 
     @contextmanager
     def _transfer(self, tenant: TenantId | None) -> Iterator[None]:

@@ -77,8 +77,7 @@ class ShelfFile(Protocol):
 class Shelf(Protocol):
     """Raises FileNotFoundError for unknown stores and files."""
 
-    @property
-    def composes(self) -> bool:
+    async def composes(self, store: str) -> bool:
         """Whether it has a skip delta between any two versions."""
 
     async def names(self) -> tuple[str, ...]: ...
@@ -112,9 +111,11 @@ class SourceShelf:
         self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
 
-    @property
-    def composes(self) -> bool:
-        return self._composed is not None
+    async def composes(self, store: str) -> bool:
+        if self._composed is None:
+            return False
+        # Deltas of other systems do not add up.
+        return await self.threaded(self.store(store).source.writer) is None
 
     async def names(self) -> tuple[str, ...]:
         return await self.threaded(self._root.names)

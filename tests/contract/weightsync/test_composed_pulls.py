@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -14,10 +16,12 @@ import torch
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
+from tests.contract.weightsync.foreign_stores.trainers import GOLDEN
 from tests.contract.weightsync.test_skip_pulls import LAST, SHARES, STATES, part, publish
+from tests.virtual_clock import VirtualClock
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.layout.adapter import Adapter, Base
-from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, VersionRef
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, VersionRef
 from weightsync.publish.composing import composed_files
 from weightsync.publisher import Publisher
 from weightsync.reading.spool import SpooledFile
@@ -26,9 +30,11 @@ from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.serve import composed_versions
 from weightsync.serve.composed_versions import Compose, ComposedVersions
+from weightsync.serve.server import ServingLimits
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.source import StoreSource
+from weightsync.transport.wire import StoreVersions
 
 State = dict[str, torch.Tensor]
 
@@ -146,6 +152,85 @@ def test_one_that_takes_long_is_not_waited_for_and_is_there_for_the_next_reader(
         goes_on.set()
         monkeypatch.setattr(composed_versions, "_WAIT_S", 60.0)
         assert _steps(url, 3) == ["skip_v000003_v000009"]
+
+
+def test_a_receiver_waits_for_one_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, asked = threading.Event(), []
+
+    def slow(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, SpooledFile]:
+        goes_on.wait(60)
+        raise Corrupt(str(ref))
+
+    class Counted(HttpSource):
+        def read_small(self, path: str, limit_bytes: int) -> bytes:
+            asked.append(path)
+            return super().read_small(path, limit_bytes)
+
+    monkeypatch.setattr(composed_versions, "_WAIT_S", 0.1)
+    with served(root, compose=slow) as server:
+        state = {name: tensor.clone() for name, tensor in STATES[2].items()}
+        with closing(Receiver(Counted(f"{server}/stores/job-a", HASTY))) as receiver:
+            receiver.sync(WeightVersion(3), LAST, TensorTarget(state))
+        goes_on.set()
+    assert asked.count(f"skip_v000003_v000009/{INDEX_FILE}") == 1
+    assert all(torch.equal(state[name], STATES[-1][name]) for name in state)
+
+
+def test_a_reader_that_waits_for_one_takes_no_place_of_a_transfer(root: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(
+        source: StoreSource, ref: VersionRef, until: threading.Event
+    ) -> Mapping[str, SpooledFile]:
+        begun.set()
+        goes_on.wait(60)
+        return composed_files(source, ref, until)
+
+    limits = ServingLimits(transfers_max=1)
+    with served(root, compose=slow, limits=limits) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_got, f"{server}/stores/job-a/skip_v000003_v000009/{INDEX_FILE}")
+        try:
+            assert begun.wait(30)
+            assert _got(f"{server}/stores/job-a/weight_v000009/{READY_FILE}") == b""
+        finally:
+            goes_on.set()
+        assert waiting.result()
+
+
+def _got(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        found: bytes = reply.read()
+    return found
+
+
+def test_a_store_of_another_trainer_has_none(root: Path) -> None:
+    for place, store, composes in ((root, "job-a", True), (GOLDEN, "slime-xor", False)):
+        with served(place) as server:
+            listing = msgspec.json.decode(_got(f"{server}/stores/{store}"), type=StoreVersions)
+            assert listing.composes is composes
+
+
+def test_one_that_failed_is_not_composed_again_for_a_while(root: Path) -> None:
+    asked: list[VersionRef] = []
+
+    def failing(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, SpooledFile]:
+        asked.append(ref)
+        raise Corrupt("a delta of the chain")
+
+    async def ask_at(*times_s: float) -> None:
+        clock = VirtualClock()
+        composed = ComposedVersions(failing, kept_bytes=1, clock=clock)
+        ref = VersionRef(composed_versions.Kind.SKIP, LAST, WeightVersion(3))
+        for now_s in times_s:
+            clock.advance_to(now_s)
+            with pytest.raises(FileNotFoundError, match="composed"):
+                await composed.file(
+                    "job-a", DirectorySource(root / "job-a"), ref, INDEX_FILE, doubted=False
+                )
+        composed.close()
+
+    asyncio.run(ask_at(0.0, 1.0, 50.0, 70.0))
+    assert len(asked) == 2
 
 
 def test_another_run_under_the_same_numbers_is_composed_anew(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from typing import Any
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.tls import NO_CREDENTIALS
 from weightsync.publish.announcer import Announcer, AnnounceState
 
 
 async def test_an_answer_about_an_older_version_confirms_no_newer_one(monkeypatch: Any) -> None:
     job = "http://127.0.0.1:9/v1/jobs/job"
-    announcer = Announcer([job], store="s", token_file=None, clock=MonotonicClock())
+    announcer = Announcer([job], store="s", credentials=NO_CREDENTIALS, clock=MonotonicClock())
 
     async def served(*_: object) -> AnnounceState:
         return AnnounceState.SERVED
@@ -31,7 +32,7 @@ async def test_a_version_that_is_published_while_an_older_one_is_confirmed_is_no
     monkeypatch: Any,
 ) -> None:
     job = "http://127.0.0.1:9/v1/jobs/job"
-    announcer = Announcer([job], store="s", token_file=None, clock=MonotonicClock())
+    announcer = Announcer([job], store="s", credentials=NO_CREDENTIALS, clock=MonotonicClock())
     trainer = threading.Thread(target=announcer.announce, args=(WeightVersion(2), "hash"))
     confirm = announcer._announced.set
 

@@ -68,8 +68,17 @@ def test_every_rank_raises_an_error_of_one_rank(tmp_path: Path, failing: int, tu
         for talk in talks:
             with pytest.raises(Exhausted, match="disk full"):
                 talk.result()
-        again = list(pool.map(lambda each: _talk(each, 2), ranks))
-    assert again[0] == again[1] == again[2], "the next conversation is whole"
+        for step in (1, 2):
+            again = list(pool.map(lambda each, step=step: _talk(each, step), ranks))
+            assert again[0] == again[1] == again[2], "the next conversation is whole"
+
+
+def test_an_error_that_rank_0_never_took_is_no_part_of_the_retry(tmp_path: Path) -> None:
+    first, other = _alone_at(tmp_path, 0), _alone_at(tmp_path, 1)
+    with pytest.raises(Exhausted, match="disk full"):
+        _talk(other, 1, fails_at=0)
+    with other.exchange(1), pytest.raises(Exhausted, match="rank 1 of 2 did not report"):
+        _talk(first, 1)
 
 
 def test_silent_ranks_are_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import Kind, VersionRef, named_ref
@@ -224,6 +224,50 @@ def test_a_failure_at_the_end_masks_no_error_of_the_trainer_and_keeps_no_lock(
     monkeypatch.undo()
     with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
         assert publisher.publish(states[5]).version == 6
+
+
+def test_those_that_wait_for_the_next_publish_take_little_memory(
+    tmp_path: Path, same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, composed_skip = [], skip_deltas.composed_skip
+
+    def observed(*given: Any, **named: Any) -> Any:
+        waiting.append(composed_skip(*given, **named))
+        return waiting[-1]
+
+    monkeypatch.setattr(composing, "ROOM_BYTES", 1 << 20)
+    monkeypatch.setattr(skip_deltas, "composed_skip", observed)
+    generator = torch.Generator().manual_seed(5)
+    states = tuple(
+        {f"w{i}": torch.randn(1 << 17, generator=generator).bfloat16() for i in range(8)}
+        for _ in range(5)
+    )
+    _published(tmp_path / "store", states, shard_bytes=1)
+    (files,) = (skip.files.values() for skip in waiting)
+    kept_bytes = sum(file.content.kept_bytes for file in files)
+    assert 0 < kept_bytes <= 1 << 19 < sum(file.size_bytes for file in files)
+    held = {name: tensor.clone() for name, tensor in states[0].items()}
+    Receiver(tmp_path / "store").sync(WeightVersion(1), WeightVersion(5), TensorTarget(held))
+    assert same(held, states[4])
+    assert _skips(tmp_path / "store") == ["skip_v000001_v000005"]
+
+
+def test_a_store_that_falls_silent_is_waited_for_once(
+    tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def silent(_: VersionWriter, ref: VersionRef, **__: object) -> str:
+        begun.append(ref.version)
+        raise Exhausted("no answer; gave up after 60 s")
+
+    with Publisher(tmp_path / "store") as publisher:
+        for state in states[:8]:
+            publisher.publish(state)
+        monkeypatch.setattr(VersionWriter, "begin_skip", silent)
+        publisher.publish(states[8])
+    assert begun.count(9) <= 1, "version 9 has two"
+    assert begun
 
 
 def test_a_version_fits_into_the_quota_by_their_deletion(

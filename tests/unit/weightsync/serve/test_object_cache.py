@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -103,6 +104,52 @@ def test_a_file_in_use_stays_in_the_cache(tmp_path: Path) -> None:
     _put(cache, b"b" * 60)
     assert not held.path.exists()
     cache.close()
+
+
+@contextmanager
+def _disk_of(size_bytes: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files under `root` are refused beyond this size together."""
+    allocate = os.posix_fallocate
+
+    def limited(handle: int, at: int, size: int) -> None:
+        if (
+            sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) + size
+            > size_bytes
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(handle, at, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", limited)
+        yield
+
+
+def test_a_disk_that_is_smaller_than_the_bound_has_the_copies_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raws = [bytes([n]) * 300 for n in range(6)]
+    with closing(ObjectCache(tmp_path, 64 << 30)) as cache, _disk_of(1000, tmp_path, monkeypatch):
+        for raw in raws:
+            _put(cache, raw)
+        assert [cache.holds("job-a", _key(raw)) for raw in raws] == [False] * 3 + [True] * 3
+        used = [cache.take("job-a", _key(raw), 300) for raw in raws[3:5]]
+        with pytest.raises(Exhausted, match="No space left"):
+            cache.take("job-a", _key(b"large" * 200), 1000)
+        assert all(held.is_whole and held.path.exists() for held in used), "they are being read"
+        for held in used:
+            cache.leave(held)
+
+
+def test_a_disk_that_others_filled_costs_no_more_copies_than_the_new_one_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raws = [bytes([n]) * 300 for n in range(6)]
+    with closing(ObjectCache(tmp_path, 64 << 30)) as cache:
+        for raw in raws:
+            _put(cache, raw)
+        with _disk_of(0, tmp_path, monkeypatch), pytest.raises(Exhausted, match="No space left"):
+            cache.take("job-a", _key(b"new" * 150), 450)
+        assert [cache.holds("job-a", _key(raw)) for raw in raws] == [False] * 2 + [True] * 4
 
 
 def test_a_cache_that_shrank_is_within_its_bound_from_the_start(tmp_path: Path) -> None:
