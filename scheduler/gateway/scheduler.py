@@ -305,7 +305,8 @@ class Scheduler:
         A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine. Raises
         TurnRefused where engines hold weights of an earlier run of the job's trainer.
         """
-        if reason := self.versions.other_runs.get(job):
+        reason = self.versions.other_runs.get(job)
+        if reason and (part_of is None or part_of.aborted is None):
             key = turn_key(job, request.request_id)
             raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
         return await self._open_turns[job].serve(
@@ -341,9 +342,7 @@ class Scheduler:
 
     async def _end_run(self, job: JobId, why: str) -> None:
         self.answered.expire(now=math.inf)  # The new run may give its requests the same names.
-        for turn in self.ledgers[job].turns():
-            turn.fault = why
-        await self.abort(job, None)
+        await self._open_turns[job].abort(fault=why)
 
     async def pause(self, job: JobId, mode: PauseMode) -> None:
         """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""

@@ -223,6 +223,40 @@ async def test_an_abort_names_the_request_that_a_turn_is_part_of_or_its_session(
         assert (await client)[0].finish_reason is FinishReason.ABORT
 
 
+async def test_parts_of_an_aborted_request_that_have_not_begun_end_as_they_begin() -> None:
+    """A large request's samples begin a few in each pass of the loop."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    aborted, other = (ClientRequest(name, TrajectoryId("s")) for name in ("batch", "other"))
+
+    def begin(part: int, part_of: ClientRequest) -> "asyncio.Task[object]":
+        request = GenerateRequest(
+            request_id=f"{part_of.request}.{part}",
+            token_ids=(1,),
+            sampling_params=SamplingParams(max_tokens=4),
+        )
+        work = turns.serve(request, trajectory=TrajectoryId("t"), on_turn=None, part_of=part_of)
+        return asyncio.create_task(work)
+
+    clients = [begin(0, aborted), begin(0, other)]
+    await settle()
+    assert await turns.abort(ids=["batch"], fault="over") == 1
+    for part in (1, 2):
+        turn, refused = await begin(part, aborted)
+        assert (turn.finish_reason, turn.fault, refused) == (FinishReason.ABORT, "over", None)
+        begin(part, other)
+    await settle()
+    assert [turn.request.request_id for turn in work.begun] == [
+        *("batch.0", "other.0", "other.1", "other.2"),
+    ]
+    assert await turns.abort(ids=["other.1"]) == 1
+    begin(3, other)
+    await settle()
+    assert len(work.begun) == 5, "one part's abort is not its request's"
+    work.goes_on.set()
+    await asyncio.gather(*clients)
+
+
 async def test_an_answered_request_that_is_sent_again_gets_the_same_turn() -> None:
     """Its client may have broken off a moment before it would have received it."""
     work = Work()
