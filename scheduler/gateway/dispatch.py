@@ -25,7 +25,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.pressure import Pressure
 
 
@@ -162,10 +162,9 @@ class Dispatcher:
 
     def close(self) -> None:
         """Refuse all waiting turns, also where the policy has failed."""
-        reason = "the gateway is shutting down"
         refused = [turn for turn, waiting in self._waiting.items() if not waiting.done()]
         for turn in refused:
-            refusal = RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason)
+            refusal = RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=SHUTTING_DOWN)
             self._waiting[turn].set_result(refusal)
         for turn in refused:
             with suppress(Exception):

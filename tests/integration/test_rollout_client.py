@@ -176,6 +176,27 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
                 assert_whole(await client.generate(PROMPT, sampling(5)), 5)
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+async def test_a_gateway_that_is_stopped_in_order_and_started_again_costs_no_token(
+    fake_engine: Start, gateway: Start, fallback: bool
+) -> None:
+    engine = fake_engine(step_s=0.01)
+    service = gateway(engine)
+    async with client_of(service, fallback=fallback) as client:
+        whole = asyncio.create_task(client.generate(PROMPT, sampling(200)))
+        partial = asyncio.create_task(
+            client.generate(PROMPT, sampling(200), on_interrupt="return_partial")
+        )
+        await engine.until("/_fake", lambda looked: looked["open"] == 2)
+        await asyncio.sleep(0.2)
+        assert service.kill(signal.SIGTERM) == 0
+        gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
+        assert_whole(await whole, 200)
+        choice = await partial
+        assert (choice.finish_reason, "shutdown" in choice.fault) == (FinishReason.ABORT, True)
+        assert 0 < len(choice.token_ids) < 200
+
+
 async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     fake_engine: Start, gateway: Start
 ) -> None:
