@@ -123,7 +123,7 @@ class Scheduler:
             on_left=self._count_tokens,
             on_lease_refused=self.harvest.refused,
         )
-        self.pauses = PauseControl(self.fleet, self.dispatcher)
+        self.pauses = PauseControl(self.fleet, self.dispatcher, clock)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
@@ -344,9 +344,10 @@ class Scheduler:
         self.answered.expire(now=math.inf)  # The new run may give its requests the same names.
         await self._open_turns[job].abort(fault=why)
 
-    async def pause(self, job: JobId, mode: PauseMode) -> None:
-        """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""
-        self.pauses.begin(job)
+    async def pause(self, job: JobId, mode: PauseMode, *, for_s: float | None = None) -> None:
+        """Begins no turn of the job, until it is resumed or `for_s` have passed without another
+        call. A restarted gateway is not paused."""
+        self.pauses.begin(job, for_s=math.inf if for_s is None else for_s)
         if mode is PauseMode.ABORT:
             await self.abort(job, None)
         else:
@@ -449,6 +450,7 @@ class Scheduler:
             now = self._clock.now()
             self.answered.expire(now=now)
             self.switches.expire(now=now)
+            self.pauses.expire(now=now)
             self._versions_log.look(now=now)
             self._capacity_log.look(now=now)
 

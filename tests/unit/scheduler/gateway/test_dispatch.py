@@ -100,7 +100,7 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
 
 
 @pytest.mark.parametrize("by", ["permit", "pause", "engines"])
-async def test_the_wait_for_permit_or_pause_is_told_from_that_for_engines(
+async def test_a_wait_for_a_permit_or_a_pause_is_counted_apart(
     dispatcher: Dispatcher, by: str
 ) -> None:
     wait = EngineWait()
