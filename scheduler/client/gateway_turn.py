@@ -39,6 +39,11 @@ class GatewayTurn:
         self._open: tuple[Span, Attempt] | None = None
 
     @property
+    def request_id(self) -> str:
+        """Of the latest request."""
+        return self._request.request_id
+
+    @property
     def whole(self) -> bool:
         """Whether the gateway may have the turn with all tokens that are here."""
         return self._known == len(self._turn.token_ids)
