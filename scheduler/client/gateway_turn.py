@@ -40,7 +40,7 @@ class GatewayTurn:
 
     @property
     def request_id(self) -> str:
-        """Of the latest request."""
+        """The latest request's."""
         return self._request.request_id
 
     @property

@@ -150,7 +150,7 @@ class AsyncRolloutClient:
         self._http: aiohttp.ClientSession | None = None
         self._ledger = TurnLedger(self._job)
         self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
-        """Of open turns, with those whose tokens the gateway alone has."""
+        """Each open turn's, with the turn where the gateway alone has its tokens."""
         self._ending: set[asyncio.Task[None]] = set()
         self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
         self._watch = GatewayWatch(

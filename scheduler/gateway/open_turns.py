@@ -25,7 +25,7 @@ from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.turn import Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
-from scheduler.gateway.requests import FilledSampling
+from scheduler.gateway.requests import ContextSampling
 from scheduler.model import BASE_VERSION
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
@@ -270,7 +270,7 @@ def _is_for(turn: Turn, request: GenerateRequest, trajectory: TrajectoryId) -> b
     """Whether the request asks for this turn, in any form of reply. The context that filled in
     its `max_tokens` may be another one by now."""
     begun, sampling = turn.request, request.sampling_params
-    if isinstance(sampling, FilledSampling) and isinstance(begun.sampling_params, FilledSampling):
+    if isinstance(sampling, ContextSampling) and isinstance(begun.sampling_params, ContextSampling):
         sampling = msgspec.structs.replace(sampling, max_tokens=begun.sampling_params.max_tokens)
     again = msgspec.structs.replace(request, stream=begun.stream, sampling_params=sampling)
     return again == turn.request and trajectory == turn.trajectory

@@ -99,8 +99,8 @@ class _Sampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: int | None = None  # type: ignore[assignment]
 
 
-class FilledSampling(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a request without `max_tokens`, which the context at its arrival has filled."""
+class ContextSampling(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request came without `max_tokens`, which the context at its arrival gave."""
 
 
 class _Request(GenerateRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +138,7 @@ def _filling(request: _Request, context_tokens: int) -> _Request:
             else "max_tokens: send it; no context is known to fill"
         )
     given = msgspec.structs.asdict(request.sampling_params)
-    sampling = FilledSampling(**given | {"max_tokens": left})
+    sampling = ContextSampling(**given | {"max_tokens": left})
     return msgspec.structs.replace(request, sampling_params=sampling)
 
 
