@@ -82,6 +82,9 @@ _GATEWAY = (
     _gateway("build_info", _GAUGE, "version", "Always 1; the version is a label."),
     _gateway("turns_deferred", _GAUGE, "rl_job", "Turns whose pin no engine meets."),
     _gateway("turns_queued", _GAUGE, "rl_job", "Turns waiting for an engine."),
+    _gateway(
+        "job_paused_seconds", _GAUGE, "rl_job", "Age of the job's pause; 0 while it is not paused."
+    ),
     _gateway("turns_running", _GAUGE, "engine kind", "Turns on an engine."),
     _gateway("turns_total", _COUNTER, "rl_job outcome", "Turns ended, by outcome."),
     _gateway(

@@ -10,11 +10,16 @@ from collections.abc import Callable
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
+from harvester.contracts.wire.rollouts import (
+    FinishReason,
+    GenerateRequest,
+    OnInterrupt,
+    Span,
+)
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
 from scheduler.gateway.policy.attempt import Attempt
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 
 _ANOTHER = -1
 
@@ -32,6 +37,11 @@ class GatewayTurn:
         self._seen = 0
         """Tokens of this reply."""
         self._open: tuple[Span, Attempt] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The latest request's."""
+        return self._request.request_id
 
     @property
     def whole(self) -> bool:
@@ -60,8 +70,8 @@ class GatewayTurn:
         return self._request
 
     def fold(self, chunk: EngineChunk, on_tokens: Callable[[], None]) -> None:
-        """Adds a part of the reply. Raises Interrupted where the gateway's turn is another one,
-        PeerProtocolError."""
+        """Adds a part of the reply. Raises Interrupted where the gateway's turn is another one, or
+        ends with the gateway; PeerProtocolError."""
         if fault := chunk.fault:
             raise Interrupted(f"the gateway: {fault}")
         for choice in chunk.choices:
@@ -107,6 +117,9 @@ class GatewayTurn:
         turn = self._turn
         if self._base + self._seen < len(turn.token_ids):
             self._differ()
+        partial = turn.token_ids and turn.request.on_interrupt is OnInterrupt.RETURN_PARTIAL
+        if reason is FinishReason.ABORT and choice.fault == SHUTTING_DOWN and not partial:
+            raise Interrupted(choice.fault)
         turn.fault, turn.stop_reason = choice.fault, choice.stop_reason
         turn.routed_experts = None if self._base else choice.routed_experts
         turn.end(reason)

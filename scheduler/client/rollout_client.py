@@ -47,7 +47,7 @@ from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
-from scheduler.gateway.abort_routes import Aborted, FinishSession
+from scheduler.gateway.abort_routes import Aborted, AbortRequests, FinishSession
 from scheduler.gateway.engines.stream import EngineChunk, EventStream
 from scheduler.gateway.policy.attempt import output_fields
 from scheduler.gateway.policy.turn import Turn
@@ -88,6 +88,8 @@ _SWITCH_S = 450.0
 """Every dedicated engine loads the version meanwhile: by default within 420 s."""
 
 
+_ABORT_S = 5.0
+"""Longest wait for the gateway's tokens of a turn that is aborted."""
 _PIN_S = 60.0
 """Patience with a pin that names none: the gateway's own default."""
 
@@ -148,7 +150,9 @@ class AsyncRolloutClient:
         self._clock = clock or MonotonicClock()
         self._http: aiohttp.ClientSession | None = None
         self._ledger = TurnLedger(self._job)
-        self._cuts: dict[str, asyncio.Timeout] = {}
+        self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
+        """Each open turn's, with the turn where the gateway alone has its tokens."""
+        self._ending: set[asyncio.Task[None]] = set()
         self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
         self._watch = GatewayWatch(
             self._gateway,
@@ -169,6 +173,8 @@ class AsyncRolloutClient:
         await self.close()
 
     async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
         self._watch.close()
         self._dedicated.forget()
         # Connections to engines close in the event loop's next turn.
@@ -213,10 +219,30 @@ class AsyncRolloutClient:
             await asyncio.gather(serving, return_exceptions=True)
 
     def abort(self, request_id: str | None = None) -> None:
-        """Ends one turn, or all: each call returns what it has, with the finish reason `abort`."""
+        """Ends one turn, or all: each call returns what it has, with the finish reason `abort`.
+        Tokens of a reply that is not streamed are with the gateway, which ends the turn."""
         for name in [request_id] if request_id else tuple(self._cuts):
-            if (cut := self._cuts.pop(name, None)) is not None:
+            cut, whole = self._cuts.pop(name, (None, None))
+            if whole is not None and cut is not None:
+                ending = asyncio.ensure_future(self._end_at_gateway(whole.request_id, cut))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+            elif cut is not None:
                 cut.reschedule(0.0)
+
+    async def _end_at_gateway(self, request_id: str, cut: asyncio.Timeout) -> None:
+        """Cuts the call off if it has no reply in time, or the gateway no turn."""
+        until_s, ended = asyncio.get_running_loop().time() + _ABORT_S, 0
+        with suppress(aiohttp.ClientError, OSError, PeerProtocolError, ConfigError):
+            async with self._gateway().post(
+                "/inference/v1/abort_requests",
+                data=msgspec.json.encode(AbortRequests(request_ids=(request_id,))),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=_ABORT_S),
+            ) as reply:
+                ended = _decoded(await body_of(reply, most_bytes=_ERROR_MAX_BYTES), Aborted).aborted
+        with suppress(RuntimeError):  # The call has returned.
+            cut.reschedule(until_s if ended else 0.0)
 
     async def announce(
         self, version: int, store: str, *, state_hash: str = "", cut_open_turns: bool = False
@@ -309,8 +335,9 @@ class AsyncRolloutClient:
         self, turn: Turn, on_tokens: Callable[[], None], *, stream: bool = False
     ) -> None:
         name = turn.request.request_id
-        at_gateway = GatewayTurn(turn, stream=stream or self._fallback)
-        cut = self._cuts[name] = asyncio.timeout(None)
+        streams, cut = stream or self._fallback, asyncio.timeout(None)
+        at_gateway = GatewayTurn(turn, stream=streams)
+        self._cuts[name] = cut, None if streams else at_gateway
         try:
             with self._watch.watching(), suppress(TimeoutError):
                 async with cut:

@@ -26,7 +26,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 
 
 class Dispatcher:
@@ -139,11 +139,16 @@ class Dispatcher:
         until_s: float,
     ) -> DispatchTurn | RefuseTurn | None:
         while True:
-            left_s = max(0.0, until_s - self._clock.now())
+            since_s, job = self._clock.now(), arrived.job
+            barred = self.policy.is_paused(job) or (
+                self.waits_for_permit(job) and not self.policy.may_serve(arrived, unfit=unfit)
+            )
+            left_s = max(0.0, until_s - since_s)
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
+            now = self._clock.now()
+            wait.barred_s += barred * (now - since_s)
             if done:
                 return waiting.result()
-            now = self._clock.now()
             deferred = self.policy.defers(arrived.turn)
             may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
             if may_serve or self.waits_for_permit(arrived.job):
@@ -162,10 +167,9 @@ class Dispatcher:
 
     def close(self) -> None:
         """Refuse all waiting turns, also where the policy has failed."""
-        reason = "the gateway is shutting down"
         refused = [turn for turn, waiting in self._waiting.items() if not waiting.done()]
         for turn in refused:
-            refusal = RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason)
+            refusal = RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=SHUTTING_DOWN)
             self._waiting[turn].set_result(refusal)
         for turn in refused:
             with suppress(Exception):

@@ -83,6 +83,7 @@ from scheduler.gateway.loop_share import LoopEntry, LoopShare
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
+from scheduler.gateway.policy.turn import SHUTTING_DOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.pressure import HELD_BODY, connection_room
 from scheduler.gateway.requests import decode_generate
@@ -270,7 +271,7 @@ class Gateway:
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         """Raises Exhausted at the end of the gateway, PeerProtocolError."""
         if self._closing:
-            raise Exhausted("the gateway is shutting down")
+            raise Exhausted(SHUTTING_DOWN)
         fleet = self._scheduler.fleet
         turn_request = decode_generate(
             body,

@@ -24,6 +24,9 @@ class GatewayMetrics:
         self._info.labels(rosemux_version()).set(1)
         self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
         self.turns_deferred = self._gauge("turns_deferred", "Turns whose pin no engine meets.", job)
+        self.paused_s = self._gauge(
+            "job_paused_seconds", "Age of the job's pause; 0 while it is not paused.", job
+        )
         self.turns_running = self._gauge("turns_running", "Turns on an engine.", engine)
         self.turns = self._counter("turns", "Turns ended, by outcome.", ["rl_job", "outcome"])
         self.interruptions = self._counter(

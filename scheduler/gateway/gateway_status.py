@@ -143,6 +143,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         published = policy.published(job)
         metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
         metrics.turns_deferred.labels(job).set(routing.deferred_turns_of(job))
+        metrics.paused_s.labels(job).set(scheduler.pauses.age_s(job))
         metrics.version.labels(job).set(published.version if published else 0)
         held = sum(lease.job == job for lease in harvest.leases.values())
         metrics.leases_held.labels(job).set(held)

@@ -1,14 +1,19 @@
 """Pauses of a job: its turns leave their engines, or end there, and no new one begins."""
 
 import asyncio
+import logging
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 
+from harvester.contracts.clock import Clock
 from harvester.contracts.ids import JobId
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.policy.routing_events import JobPaused
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
+
+_log = logging.getLogger(__name__)
 
 
 class PauseMode(StrEnum):
@@ -22,19 +27,41 @@ class PauseMode(StrEnum):
 
 
 class PauseControl:
-    def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher) -> None:
+    def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher, clock: Clock) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
+        self._clock = clock
         self._resumed = asyncio.Event()
+        self._times: dict[JobId, tuple[float, float]] = {}
+        """When each paused job's pause began, and when it ends unless it is renewed."""
 
     def is_paused(self, job: JobId) -> bool:
         return self._dispatcher.policy.is_paused(job)
 
-    def begin(self, job: JobId) -> None:
+    def age_s(self, job: JobId) -> float:
+        """0 of a job that is not paused."""
+        now = self._clock.now()
+        return now - self._times.get(job, (now, now))[0]
+
+    def begin(self, job: JobId, *, for_s: float = math.inf) -> None:
+        """`for_s`: time after which the pause ends unless this is called again."""
+        now = self._clock.now()
+        if job not in self._times:
+            _log.info("job %s is paused", job)
+        since_s, _ = self._times.get(job, (now, now))
+        self._times[job] = since_s, now + for_s
         self._dispatcher.observe(JobPaused(job=job, paused=True))
+
+    def expire(self, *, now: float) -> None:
+        for job in sorted(job for job, (_, until_s) in self._times.items() if until_s <= now):
+            _log.warning("job %s: its pause was not renewed", job)
+            self.end(job)
 
     def end(self, job: JobId) -> None:
         """Each `emptied` looks once whether the pause was its own."""
+        if job in self._times:
+            _log.info("job %s goes on after a pause of %.1f s", job, self.age_s(job))
+        self._times.pop(job, None)
         self._dispatcher.observe(JobPaused(job=job, paused=False))
         # The event is replaced, not cleared: an `emptied` that is about to wait must not miss it.
         self._resumed.set()

@@ -16,6 +16,7 @@ from scheduler.gateway.gateway_state import SchedulerState
 _log = logging.getLogger(__name__)
 
 FOR_MAX_S = 3600.0
+LimitedTime = Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None
 
 
 class Switch(StrEnum):
@@ -27,7 +28,7 @@ class Switch(StrEnum):
 
 class SwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
-    for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
+    for_s: LimitedTime = None
     """Time after which the switch goes off unless renewed, in s; None: it stays on."""
 
 

@@ -91,9 +91,9 @@ class JobVersions:
         """The engines, unless they serve another tenant's job. It goes on if the caller leaves,
         as one does that announces the next version: engines may have prepared it for minutes.
 
-        Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
-        cannot be recorded: then nothing has moved. PeerProtocolError for a store that is not the
-        job's.
+        Raises Stale if the job is past it, or comes to be meanwhile, Exhausted if dedicated engines
+        took too long, or if it cannot be recorded: then nothing has moved. PeerProtocolError for a
+        store that is not the job's.
         """
         return await asyncio.shield(self._fleet.spawn(self._publish(published)))
 
@@ -103,12 +103,18 @@ class JobVersions:
         policy, target = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
+                if version < self.newest(job) and self._state.announced(published):
+                    # Sent again by this run, after the call was lost or answered with "later".
+                    raise Stale(self._overtaken(target))
                 # A trainer that goes on after this would get the other run's samples.
                 self.other_runs[job] = f"the job's last publish was refused: {refusal}"
                 with suppress(sqlite3.Error):  # The process refuses them without it.
                     self._state.refuse_turns(job, self.other_runs[job])
                 await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
+            if published.state_hash:
+                with suppress(sqlite3.Error):  # Nothing is taken without the file, nor overtaken.
+                    self._state.note_announced(published)
             if self._takes_engines(job):
                 due = partial(self._takes_engines, job)
                 await self._staging.prepare(target, patience_s=SHOWN_S, is_due=due)
@@ -157,7 +163,7 @@ class JobVersions:
             assert target is not None
             try:
                 await self._settle(target, patience_s=self._patience_s(job))
-            except Exhausted as error:
+            except (Exhausted, Stale) as error:
                 active = f"job {job} is active; " * self.is_active(job)
                 raise Exhausted(f"{active}{error}") from error
         return target.version, policy.switch_states(job, target.version)
@@ -167,6 +173,10 @@ class JobVersions:
         members = self._fleet.members.values() if self._sees_engines(job) else ()
         found = [(each.engine.engine, " ".join(each.fault.split())) for each in members]
         return [f"engine {engine}: {fault[:_FAULT_CHARS]}" for engine, fault in found if fault]
+
+    def _overtaken(self, late: JobVersion) -> str:
+        newest = self.newest(late.job)
+        return f"version {late.version} was overtaken: job {late.job} is at version {newest}"
 
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
@@ -202,6 +212,8 @@ class JobVersions:
         if not await self._fleet.switching.settled(
             target, timeout_s=self._publish_s, patience_s=patience_s
         ):
+            if self.newest(target.job) > target.version:
+                raise Stale(self._overtaken(target))
             states = self._fleet.policy.switch_states(target.job, target.version)
             late = [
                 f"engine {engine} is catching up"

@@ -25,6 +25,7 @@ from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.turn import FINISHED, Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
+from scheduler.gateway.requests import ContextSampling
 from scheduler.model import BASE_VERSION
 
 Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
@@ -35,14 +36,17 @@ class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
     """Another request is being served, or was answered a moment ago, under this id."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientRequest:
-    """The client's request that a turn is a part of, and its session, as the client names them."""
+    """The client's request that a turn is a part of, and its session, as the client names them.
+    One object for all of its parts."""
 
     request: str
     session: TrajectoryId
     named: bool = False
     """Whether the client can send it again under this id."""
+    aborted: str | None = None
+    """The fault, or "", with which parts that have not begun end at once; None: they begin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,16 +141,26 @@ class OpenTurns:
         return await self._follow(held, on_turn)
 
     async def abort(
-        self, *, ids: Collection[str] | None = None, session: TrajectoryId | None = None
+        self,
+        *,
+        ids: Collection[str] | None = None,
+        session: TrajectoryId | None = None,
+        fault: str = "",
     ) -> int:
         """Ends open turns with their tokens so far; returns their number. Ignores unknown names.
+        Parts of an aborted request that have not begun end as they begin.
 
         `ids`: names of turns or of the requests that they are parts of. `session`: of a trajectory.
-        Without both, all turns.
+        Without both, all turns. `fault`: why, where the job did not request it.
         """
         ending = []
         for held in self._open.values():
-            if held.task and not held.task.done() and held.is_named(ids, session):
+            if not held.is_named(ids, session):
+                continue
+            if ids is None or held.part_of.request in ids:
+                held.part_of.aborted = fault
+            if held.task and not held.task.done():
+                held.turn.fault = fault
                 held.aborted = held.task.cancel()
                 ending.append(held.task)
         if ending:
@@ -170,6 +184,8 @@ class OpenTurns:
         held = self._open[request.request_id] = _Open(turn, part_of)
         held.task = asyncio.create_task(self._run(turn, held.hear))
         held.task.add_done_callback(lambda task: self._ended(held, task))
+        if part_of.aborted is not None:
+            turn.fault, held.aborted = part_of.aborted, held.task.cancel()
         return held
 
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
@@ -250,6 +266,10 @@ class OpenTurns:
 
 
 def _is_for(turn: Turn, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
-    """Whether the request asks for this turn, in any form of reply."""
-    again = msgspec.structs.replace(request, stream=turn.request.stream)
+    """Whether the request asks for this turn, in any form of reply. The context that filled in
+    its `max_tokens` may be another one by now."""
+    begun, sampling = turn.request, request.sampling_params
+    if isinstance(sampling, ContextSampling) and isinstance(begun.sampling_params, ContextSampling):
+        sampling = msgspec.structs.replace(sampling, max_tokens=begun.sampling_params.max_tokens)
+    again = msgspec.structs.replace(request, stream=begun.stream, sampling_params=sampling)
     return again == turn.request and trajectory == turn.trajectory

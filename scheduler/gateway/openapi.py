@@ -70,7 +70,7 @@ _EITHER_CONTROL: Mapping[str, Operation] = {
     "POST /update_weight_version": Operation(
         "Confirm the version in force", weight_sync.WeightVersionLabel, ControlReply
     ),
-    "POST /pause": Operation("Hold the job's turns", None, ControlReply, query=("mode",)),
+    "POST /pause": Operation("Hold the job's turns", None, ControlReply, query=("mode", "for_s")),
     "POST /resume": Operation("End the pause", None, ControlReply),
     "GET /is_paused": Operation("Whether the job is paused", None, ControlReply),
     **{

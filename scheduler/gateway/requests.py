@@ -99,6 +99,10 @@ class _Sampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: int | None = None  # type: ignore[assignment]
 
 
+class ContextSampling(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request came without `max_tokens`, which the context at its arrival gave."""
+
+
 class _Request(GenerateRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling_params: _Sampling
 
@@ -133,7 +137,8 @@ def _filling(request: _Request, context_tokens: int) -> _Request:
             if context_tokens
             else "max_tokens: send it; no context is known to fill"
         )
-    sampling = msgspec.structs.replace(request.sampling_params, max_tokens=left)
+    given = msgspec.structs.asdict(request.sampling_params)
+    sampling = ContextSampling(**given | {"max_tokens": left})
     return msgspec.structs.replace(request, sampling_params=sampling)
 
 

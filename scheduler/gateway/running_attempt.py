@@ -26,6 +26,8 @@ class Cut(StrEnum):
     """The turn goes on at the new version."""
     END = "end"
     """The turn ends with its tokens so far."""
+    SHUTDOWN = "shutdown"
+    """The gateway ends, and the turn with it."""
     LEASE = "lease"
     PERMIT = "permit"
     """The node is another job's now; the turn goes on where its job may run."""

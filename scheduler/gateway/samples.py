@@ -233,10 +233,10 @@ async def follow(
     """
     with server.admitting(job, requests):
         samples = Samples(len(requests))
+        part_of = ClientRequest(name or requests[0].request_id, trajectory, named)
 
         def begins(index: int, request: GenerateRequest) -> _Begin:
             part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
-            part_of = ClientRequest(name or request.request_id, trajectory, named)
             begin = partial(server.generate, job, part, request, part_of=part_of)
             return partial(begin, on_turn=partial(samples._follow, index))
 

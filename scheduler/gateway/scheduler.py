@@ -124,7 +124,7 @@ class Scheduler:
             on_lease_refused=self.harvest.refused,
             on_loop_late=self.metrics.loop_lag_s.observe,
         )
-        self.pauses = PauseControl(self.fleet, self.dispatcher)
+        self.pauses = PauseControl(self.fleet, self.dispatcher, clock)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
@@ -306,7 +306,8 @@ class Scheduler:
         A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine. Raises
         TurnRefused where engines hold weights of an earlier run of the job's trainer.
         """
-        if reason := self.versions.other_runs.get(job):
+        reason = self.versions.other_runs.get(job)
+        if reason and (part_of is None or part_of.aborted is None):
             key = turn_key(job, request.request_id)
             raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
         return await self._open_turns[job].serve(
@@ -342,13 +343,12 @@ class Scheduler:
 
     async def _end_run(self, job: JobId, why: str) -> None:
         self.answered.expire(now=math.inf)  # The new run may give its requests the same names.
-        for turn in self.ledgers[job].turns():
-            turn.fault = why
-        await self.abort(job, None)
+        await self._open_turns[job].abort(fault=why)
 
-    async def pause(self, job: JobId, mode: PauseMode) -> None:
-        """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""
-        self.pauses.begin(job)
+    async def pause(self, job: JobId, mode: PauseMode, *, for_s: float | None = None) -> None:
+        """Begins no turn of the job, until it is resumed or `for_s` have passed without another
+        call. A restarted gateway is not paused."""
+        self.pauses.begin(job, for_s=math.inf if for_s is None else for_s)
         if mode is PauseMode.ABORT:
             await self.abort(job, None)
         else:
@@ -454,6 +454,7 @@ class Scheduler:
             now = self._clock.now()
             self.answered.expire(now=now)
             self.switches.expire(now=now)
+            self.pauses.expire(now=now)
             self._versions_log.look(now=now)
             self._capacity_log.look(now=now)
 

@@ -144,7 +144,8 @@ class Timeouts(FrozenSettings):
     """A turn whose version pin no engine meets yet is deferred for this long, then refused (409);
     its own `wait_s` overrides this. 0 refuses at once."""
     stuck_s: Seconds = 600.0
-    """A turn without a token for this long, over all attempts, ends with its tokens so far."""
+    """A turn without a token for this long, over all attempts, ends with its tokens so far. Waits
+    in which its job is paused, or has neither a permit nor a guest, are not counted."""
     rejoin_s: Seconds = 2.0
     """Time that a turn goes on after its client has gone, and that its end is kept: the client may
     ask again under the same id."""

@@ -23,7 +23,7 @@ from scheduler.gateway.policy.routing_events import (
     RefuseTurn,
     TurnLeft,
 )
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
@@ -91,6 +91,7 @@ class TurnRunner:
         course = TurnCourse(pin_until_s=self._clock.now() + patience_s)
         while not turn.ended:
             if self._closing:
+                turn.fault = SHUTTING_DOWN
                 turn.end(FinishReason.ABORT)
                 return None
             now = self._clock.now()
@@ -203,4 +204,4 @@ class TurnRunner:
         self._dispatcher.close()
         for member in self._fleet.members.values():
             for running in tuple(member.running):
-                running.cut(Cut.END)
+                running.cut(Cut.SHUTDOWN)

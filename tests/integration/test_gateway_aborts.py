@@ -3,6 +3,9 @@
 import asyncio
 from typing import Any
 
+import pytest
+
+from harvester.contracts.ids import JobId
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 
@@ -74,6 +77,31 @@ async def test_all_samples_of_a_request_are_aborted_by_its_name() -> None:
         assert status == 200
         assert len(reply["choices"]) == 3
         assert all(is_partial(choice) for choice in reply["choices"])
+
+
+@pytest.mark.parametrize("by", ["abort", "pause", "another run"])
+async def test_samples_that_have_not_begun_end_with_their_request(by: str) -> None:
+    fake = engine()
+    async with gateway_on(fake) as gateway:
+        assert (await gateway.publish(2, state_hash="a" * 32))[0] == 200
+        sampling = {"max_tokens": ENDLESS, "n": 1024, "seed": 1}
+        body = {"request_id": "r", "token_ids": PROMPT, "sampling_params": sampling}
+        work = asyncio.create_task(gateway.post("/inference/v1/generate", body))
+        ledger = gateway.scheduler.ledgers[JobId("job")]
+        await gateway.until(lambda: len(ledger))
+        assert len(ledger) < 1024, "some have not begun"
+        match by:
+            case "abort":
+                await gateway.post("/abort_requests", {"request_ids": ["r"]})
+            case "pause":
+                await gateway.post("/pause", {})
+            case "another run":
+                assert (await gateway.publish(2, state_hash="b" * 32))[0] == 409
+        async with asyncio.timeout(10):
+            status, reply = await work
+        assert status == 200
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"abort"}
+        assert all(bool(choice["fault"]) == (by == "another run") for choice in reply["choices"])
 
 
 async def test_an_abort_reaches_the_caller_s_own_job_only() -> None:

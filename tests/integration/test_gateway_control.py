@@ -11,6 +11,7 @@ from scheduler.gateway import job_versions, version_staging
 from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
 from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
+from scheduler.gateway.gateway_status import render_metrics
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut
 from tests.integration.fake_engine import FakeEngine
@@ -98,6 +99,40 @@ async def test_a_pause_that_aborts_ends_all_turns_and_one_that_waits_lets_them_e
         assert not late.done()
         await gateway.post("/resume", {})
         assert (await late)[1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("sglang", [False, True])
+async def test_a_pause_for_a_time_ends_unless_it_is_begun_again(
+    sglang: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with gateway_on(engine()) as gateway:
+
+        async def pause() -> None:
+            if sglang:
+                paused = await gateway.post("/pause_generation", {"mode": "retract", "for_s": 1.0})
+            else:
+                paused = await gateway.post("/pause?mode=keep&for_s=1", {})
+            assert paused == (200, {"status": "paused"})
+
+        await pause()
+        turn = asyncio.create_task(gateway.generate("r", 4))
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            await pause()
+        assert not turn.done()
+        assert 1.5 < gateway.scheduler.pauses.age_s(JobId("job")) < 60
+        assert b'scheduler_job_paused_seconds{rl_job="job"} 1.' in render_metrics(gateway.scheduler)
+        async with asyncio.timeout(5):
+            assert (await turn)[1]["finish_reason"] == "length"
+        assert gateway.scheduler.pauses.age_s(JobId("job")) == 0.0
+        for bad in ("0", "3601", "soon", "nan"):
+            status, reply = await gateway.post(f"/pause?for_s={bad}", {})
+            assert (status, "for_s" in reply["error"]) == (400, True)
+        assert not await is_paused(gateway)
+    told = [each.message for each in caplog.records if each.name.endswith("job_pauses")]
+    assert told[:2] == ["job job is paused", "job job: its pause was not renewed"]
+    assert told[2].startswith("job job goes on after a pause of 2.")
 
 
 async def test_a_turn_that_cannot_move_runs_on_through_a_pause_that_keeps() -> None:

@@ -44,6 +44,27 @@ async def test_turns_leave_a_hung_engine_for_the_places_that_there_are() -> None
                 assert (status, choice["token_ids"]) == (200, continued(PROMPT, 600, version=1))
 
 
+async def test_a_turn_without_a_token_is_not_given_up_for_another_job_s_phase() -> None:
+    (engine, _), stuck_s = fakes(prefill_s=0.0), 1.0
+    async with gateway_on(engine, timeouts={"stuck_s": stuck_s}) as gateway:
+        await gateway.publish(1)
+        turn = asyncio.create_task(gateway.generate("t", 400))
+        await gateway.until_tokens(2)
+        engine.prefill_s = 60.0
+        await gateway.publish(2)
+        await gateway.until(lambda: engine.open == 1)
+        await gateway.post("/v1/jobs/job/dedicated", {"enabled": False})
+        await asyncio.sleep(2 * stuck_s)
+        await gateway.post("/v1/jobs/job/dedicated", {"enabled": True})
+        await gateway.until(lambda: engine.open == 1)
+        # Cut once more before a token, by the next version.
+        await gateway.publish(3)
+        engine.prefill_s = 0.0
+        await gateway.publish(4)
+        status, choice = await turn
+        assert (status, choice["finish_reason"], choice["fault"]) == (200, "length", "")
+
+
 async def test_a_gateway_that_was_late_itself_moves_no_turn() -> None:
     """All engines were silent for as long as it read none of them."""
     async with gateway_on(*fakes(prefill_s=0.0), timeouts={"stall_s": STALL_S}) as gateway:

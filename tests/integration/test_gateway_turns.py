@@ -140,7 +140,11 @@ async def test_sigterm_ends_open_turns_as_aborted_with_their_tokens(fake_engine,
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         tokens = tokens_of(reply)
-        assert reply["choices"][0]["finish_reason"] == "abort"
+        choice = reply["choices"][0]
+        assert (choice["finish_reason"], choice["fault"]) == (
+            "abort",
+            "the gateway is shutting down",
+        )
         assert 0 < len(tokens) < 5000
         assert tokens == expected_tokens(PROMPT, len(tokens))
 

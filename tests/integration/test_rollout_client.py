@@ -20,6 +20,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
+from scheduler.client import rollout_client
 from scheduler.client.gateway_watch import GatewayWatch
 from tests.integration.conftest import Served
 from tests.integration.gateway_in_process import PROMPT, Site, continued
@@ -176,6 +177,27 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
                 assert_whole(await client.generate(PROMPT, sampling(5)), 5)
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+async def test_a_gateway_that_is_stopped_in_order_and_started_again_costs_no_token(
+    fake_engine: Start, gateway: Start, fallback: bool
+) -> None:
+    engine = fake_engine(step_s=0.01)
+    service = gateway(engine)
+    async with client_of(service, fallback=fallback) as client:
+        whole = asyncio.create_task(client.generate(PROMPT, sampling(200)))
+        partial = asyncio.create_task(
+            client.generate(PROMPT, sampling(200), on_interrupt="return_partial")
+        )
+        await engine.until("/_fake", lambda looked: looked["open"] == 2)
+        await asyncio.sleep(0.2)
+        assert service.kill(signal.SIGTERM) == 0
+        gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
+        assert_whole(await whole, 200)
+        choice = await partial
+        assert (choice.finish_reason, "shutdown" in choice.fault) == (FinishReason.ABORT, True)
+        assert 0 < len(choice.token_ids) < 200
+
+
 async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     fake_engine: Start, gateway: Start
 ) -> None:
@@ -189,6 +211,35 @@ async def test_an_aborted_turn_returns_the_tokens_that_it_has(
         assert choice.finish_reason is FinishReason.ABORT
         assert streamed == continued(PROMPT, len(streamed), version=0)
         assert choice.spans[-1].end == len(streamed) < 500
+
+
+async def test_an_aborted_turn_that_is_not_streamed_returns_its_tokens_too(
+    fake_engine: Start, gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fake_engine(step_s=0.01)
+    service = gateway(engine)
+    async with client_of(service, fallback=False) as client:
+        turns = [
+            asyncio.create_task(client.generate(PROMPT, sampling(500), request_id=name))
+            for name in ("a", "b")
+        ]
+        await engine.until("/_fake", lambda looked: looked["open"] == 2)
+        await asyncio.sleep(0.2)
+        client.abort("a")
+        choice = await turns[0]
+        assert (choice.finish_reason, choice.fault) == (FinishReason.ABORT, "")
+        tokens = list(choice.token_ids)
+        assert tokens == continued(PROMPT, len(tokens), version=0)
+        assert 0 < len(tokens) == choice.spans[-1].end < 500
+        assert not turns[1].done()
+        # A gateway that answers nothing holds up no abort.
+        monkeypatch.setattr(rollout_client, "_ABORT_S", 0.3)
+        os.kill(service.process.pid, signal.SIGSTOP)
+        client.abort()
+        async with asyncio.timeout(5):
+            choice = await turns[1]
+        os.kill(service.process.pid, signal.SIGCONT)
+        assert (choice.finish_reason, choice.token_ids) == (FinishReason.ABORT, ())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ POST /start_weight_update
 POST /update_weights                {"update_info": {"store": "job-a", "version": 7}}
 POST /finish_weight_update          {"weight_version": "7"}
 POST /update_weight_version         {"new_version": "7"}: refused unless it is in force
-POST /pause?mode=abort|wait|keep    POST /resume   GET /is_paused
+POST /pause?mode=abort|wait|keep&for_s=60   POST /resume   GET /is_paused
 POST /pause_generation              POST /continue_generation: SGLang's words for them, and
                                     AReaL's with areal_ before them
 POST /reset_prefix_cache            GET and POST /flush_cache
@@ -31,6 +31,7 @@ from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import PublishedNumber
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 from scheduler.gateway.job_pauses import PauseMode
+from scheduler.gateway.job_switches import LimitedTime
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.scheduler import Scheduler
 
@@ -108,6 +109,8 @@ class WeightVersionLabel(msgspec.Struct, frozen=True):
 class GenerationPause(msgspec.Struct, frozen=True):
     mode: str = "abort"
     """SGLang's: `abort`, or `retract` and `in_place`, which keep the turns."""
+    for_s: LimitedTime = None
+    """Ours: time after which the pause ends unless it is begun again, in s."""
 
 
 class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -213,16 +216,22 @@ class WeightSyncRoutes:
         return ControlReply(success=True, new_version=label)
 
     async def _pause(self, job: JobId, request: web.Request) -> ControlReply:
-        return await self._paused(job, request.query.get("mode", "abort"), _MODES)
+        try:
+            for_s = msgspec.convert(request.query.get("for_s"), LimitedTime, strict=False)
+        except msgspec.ValidationError as error:
+            raise PeerProtocolError(f"for_s: {error}") from error
+        return await self._paused(job, request.query.get("mode", "abort"), for_s, _MODES)
 
     async def _pause_generation(self, job: JobId, request: web.Request) -> ControlReply:
-        mode = (await _decoded(request, GenerationPause)).mode
-        return await self._paused(job, mode, _SGLANG_MODES)
+        pause = await _decoded(request, GenerationPause)
+        return await self._paused(job, pause.mode, pause.for_s, _SGLANG_MODES)
 
-    async def _paused(self, job: JobId, mode: str, modes: Mapping[str, PauseMode]) -> ControlReply:
+    async def _paused(
+        self, job: JobId, mode: str, for_s: float | None, modes: Mapping[str, PauseMode]
+    ) -> ControlReply:
         if mode not in modes:
             raise PeerProtocolError(f"mode: send {', '.join(modes)}")
-        await self._scheduler.pause(job, modes[mode])
+        await self._scheduler.pause(job, modes[mode], for_s=for_s)
         return ControlReply(status="paused")
 
     async def _resume(self, job: JobId, _request: web.Request) -> ControlReply:

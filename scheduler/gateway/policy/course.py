@@ -1,6 +1,7 @@
 """Progress of one turn: results of its attempts since its last token, and engines to avoid.
 
-Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted. A
+Time without a token bounds a turn, but for waits for its job's turn at the engines, and deaths
+under it do; refusals and aborts are not counted. A
 silent engine looks like an engine that computes a long prompt. Therefore, after a turn is taken off
 an engine for silence, it waits twice as long on the next one, and does not return soon to a silent
 engine without a gate. Reads no clock.
@@ -47,6 +48,8 @@ class EngineWait:
     """Time since which the turn waits; None before its first arrival."""
     servable_s: float = 0.0
     """Time at which an engine last could have served it, or the wait began."""
+    barred_s: float = 0.0
+    """Time in it in which the job was paused, or had neither a permit nor a guest."""
 
 
 @dataclass(slots=True)
@@ -75,11 +78,13 @@ class TurnCourse:
     _avoided: dict[EngineId, float] = field(default_factory=dict)
 
     def attempted(self, *, tokens: int, began_s: float) -> None:
-        self.resumed, self.wait = True, EngineWait()
         if tokens:
             self._setbacks, self._stalls, self._stuck_since_s = 0, 0, None
         elif self._stuck_since_s is None:
             self._stuck_since_s = began_s
+        else:
+            self._stuck_since_s += self.wait.barred_s
+        self.resumed, self.wait = True, EngineWait()
 
     def avoid(self, engine: EngineId, pause_s: float, why: str, *, now: float) -> None:
         longer_s = doubled_s(pause_s, self._setbacks, most_s=PAUSE_MAX_S)
@@ -109,6 +114,7 @@ class TurnCourse:
         """The reason; empty while it is tried again."""
         if self.deaths >= max_deaths:
             return f"{self.deaths} engines died under it; lastly: {self.why}"
-        if self._stuck_since_s is not None and now - self._stuck_since_s > stuck_s:
+        since_s = math.inf if self._stuck_since_s is None else self._stuck_since_s
+        if now - since_s - self.wait.barred_s > stuck_s:
             return f"no engine made a token of it for {stuck_s:.0f} s; lastly: {self.why}"
         return ""

@@ -37,6 +37,8 @@ FINISHED = {
     each.value: each for each in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 }
 """Finish reasons by which an engine ends a turn."""
+SHUTTING_DOWN = "the gateway is shutting down"
+"""Fault of a turn that another gateway, or the next one, could go on with."""
 
 
 @dataclass(slots=True)

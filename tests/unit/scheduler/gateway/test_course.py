@@ -28,6 +28,17 @@ def test_a_token_begins_the_time_anew() -> None:
     assert given_up(course, now=131)
 
 
+def test_time_in_which_its_job_may_not_use_an_engine_is_not_counted() -> None:
+    course = TurnCourse()
+    course.attempted(tokens=0, began_s=0)
+    course.wait.barred_s = 500
+    assert not given_up(course, now=559)
+    assert given_up(course, now=561)
+    course.attempted(tokens=0, began_s=510)
+    assert not given_up(course, now=559)
+    assert given_up(course, now=561)
+
+
 def test_deaths_are_counted_whatever_was_made() -> None:
     course = TurnCourse(deaths=2)
     course.attempted(tokens=9, began_s=0)

@@ -14,6 +14,7 @@ from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
+    JobPaused,
     Refusal,
     RefuseTurn,
     RoutingConfig,
@@ -96,6 +97,24 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2 * QUEUE_S):
             await waits
+
+
+@pytest.mark.parametrize("by", ["permit", "pause", "engines"])
+async def test_a_wait_for_a_permit_or_a_pause_is_counted_apart(
+    dispatcher: Dispatcher, by: str
+) -> None:
+    wait = EngineWait()
+    dispatcher.waits_for_permit = lambda _job: by == "permit"
+    dispatcher.observe(JobPaused(job=JOB, paused=by == "pause"))
+    began_s = MonotonicClock().now()
+    waiting = asyncio.create_task(place(dispatcher, "t", wait, 60.0))
+    await asyncio.sleep(QUEUE_S / 2)
+    dispatcher.observe(JobPaused(job=JOB, paused=False))
+    dispatcher.observe(offer(EngineId("e")))
+    assert isinstance(await waiting, DispatchTurn)
+    passed_s = MonotonicClock().now() - began_s
+    low, high = (0.0, 0.0) if by == "engines" else (QUEUE_S / 4, passed_s)
+    assert low <= wait.barred_s <= high
 
 
 async def test_a_turn_that_comes_again_is_placed_before_those_that_came_meanwhile(

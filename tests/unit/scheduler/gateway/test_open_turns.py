@@ -1,7 +1,9 @@
 """A turn and the clients that wait for it."""
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from harvester.contracts.ids import JobId, TenantId, TrajectoryId
@@ -11,6 +13,8 @@ from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTur
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
+from scheduler.gateway.requests import decode_generate
+from scheduler.gateway.samples import samples_of
 from tests.virtual_clock import VirtualClock
 
 
@@ -102,6 +106,39 @@ async def test_another_request_under_an_open_id_is_refused_by_name(changes) -> N
         await serve(turns, **changes)
     work.goes_on.set()
     await first
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_request_without_max_tokens_is_the_same_under_another_context(
+    answered: bool,
+) -> None:
+    """The longest engine may come or go between a client's tries."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    if answered:
+        work.goes_on.set()
+
+    async def sent(**sampling: Any) -> Turn:
+        body = {"request_id": "r", "token_ids": [1, 2], "sampling_params": sampling}
+        request = decode_generate(msgspec.json.encode(body), context_tokens=next(contexts))
+        part, _ = samples_of(request)
+        part_of = ClientRequest("r", TrajectoryId("t"), named=True)
+        turn, _ = await turns.serve(
+            part, trajectory=TrajectoryId("t"), on_turn=None, part_of=part_of
+        )
+        return turn
+
+    contexts = iter((10, 20, 20, 20))
+    first = asyncio.create_task(sent(n=2))
+    await settle()
+    again = asyncio.create_task(sent(n=2))
+    await settle()
+    for other in ({"n": 2, "max_tokens": 8}, {"n": 2, "seed": 1}):
+        with pytest.raises(IdInUse):
+            await sent(**other)
+    work.goes_on.set()
+    assert await first is await again
+    assert (await first).request.sampling_params.max_tokens == 8
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
@@ -221,6 +258,40 @@ async def test_an_abort_names_the_request_that_a_turn_is_part_of_or_its_session(
         assert await turns.abort(session=TrajectoryId("s.3")) == 0
         assert await turns.abort(ids=ids, session=session) == 1
         assert (await client)[0].finish_reason is FinishReason.ABORT
+
+
+async def test_parts_of_an_aborted_request_that_have_not_begun_end_as_they_begin() -> None:
+    """A large request's samples begin a few in each pass of the loop."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    aborted, other = (ClientRequest(name, TrajectoryId("s")) for name in ("batch", "other"))
+
+    def begin(part: int, part_of: ClientRequest) -> "asyncio.Task[object]":
+        request = GenerateRequest(
+            request_id=f"{part_of.request}.{part}",
+            token_ids=(1,),
+            sampling_params=SamplingParams(max_tokens=4),
+        )
+        work = turns.serve(request, trajectory=TrajectoryId("t"), on_turn=None, part_of=part_of)
+        return asyncio.create_task(work)
+
+    clients = [begin(0, aborted), begin(0, other)]
+    await settle()
+    assert await turns.abort(ids=["batch"], fault="over") == 1
+    for part in (1, 2):
+        turn, refused = await begin(part, aborted)
+        assert (turn.finish_reason, turn.fault, refused) == (FinishReason.ABORT, "over", None)
+        begin(part, other)
+    await settle()
+    assert [turn.request.request_id for turn in work.begun] == [
+        *("batch.0", "other.0", "other.1", "other.2"),
+    ]
+    assert await turns.abort(ids=["other.1"]) == 1
+    begin(3, other)
+    await settle()
+    assert len(work.begun) == 5, "one part's abort is not its request's"
+    work.goes_on.set()
+    await asyncio.gather(*clients)
 
 
 async def test_an_answered_request_that_is_sent_again_gets_the_same_turn() -> None:
