@@ -149,8 +149,8 @@ def expected(
 
     Each pulse says how many API servers its engine has. An announced server that never showed
     itself is missing, not idle; a page beyond the announced number is a leftover. A configured list
-    adds to that: it never hides an engine that runs or hangs beside the listed ones, but a page in
-    `ended`, whose engine is known to run no more, is a leftover too. Both are in the order of names.
+    adds to that: it never hides an engine that runs or hangs beside the listed ones, but the pages
+    `ended`, whose engines are known to run no more, are leftovers too. Both in the order of names.
     """
     processes: dict[str, int] = {}
     for reading in present:

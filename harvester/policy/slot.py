@@ -239,7 +239,8 @@ class SlotPolicy:
         )
         ending = self._end_lease(sample, now)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
-        budget = self._kv_budget_tokens() or None if self.settings.mode is Mode.HARVEST else None
+        acts = self.settings.mode is Mode.HARVEST or self.reclaim.state.since_s is not None
+        budget = self._kv_budget_tokens() or None if acts else None
         due = self.reclaim.observe(
             sample.guest,
             budget_tokens=budget,

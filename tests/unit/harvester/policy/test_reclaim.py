@@ -1,5 +1,6 @@
 """Memory that production needs back: first asked for, then helped along, then taken."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harvester.contracts.wire.leases import SlotState
 from harvester.policy.effects import KillGuest, LiftGuest, Quarantine, SettleGuest
 from harvester.policy.sample import ActionOutcome, GuestAction, LeaseView, MemoryReading
 from harvester.policy.settings import Mode
+from harvester.policy.slot import SlotPolicy
 
 KV_TOKENS = 8192
 PROCESSES = (ProcessId(pid=41, start_ticks=7), ProcessId(pid=42, start_ticks=8))
@@ -136,6 +138,22 @@ def test_only_a_harvesting_agent_acts_on_a_guest(make_scene: Any, mode: Mode) ->
     effects = [effect for _ in range(40) for effect in scene.beat()]
     assert not of(LiftGuest, effects)
     assert not of(KillGuest, effects)
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+def test_a_mode_that_stops_harvesting_forgives_no_debt(scene: Any, mode: Mode) -> None:
+    scene.memory = FULL
+    assert of(LiftGuest, scene.beat())
+    scene.memory = ROOM
+    policy = SlotPolicy(replace(scene.settings, mode=mode))
+    policy.restore(scene.policy.snapshot())
+    scene.policy = policy
+    beats = [scene.beat() for _ in range(25)]
+    assert not any(of(SettleGuest, effects) for effects in beats)
+    (killed,) = [effect for effects in beats for effect in of(KillGuest, effects)]
+    assert killed.processes == PROCESSES
+    withhold(scene, KV_TOKENS // 2)
+    assert of(SettleGuest, scene.beat())
 
 
 @pytest.mark.parametrize(("most", "left"), [(0, 4096), (1000, 500), (10**9, 4096)])
