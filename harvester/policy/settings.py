@@ -212,7 +212,7 @@ class SlotSettings:
     """Guest requests aborted for production within an hour, above which the slot is held; 0 never
     holds."""
     kv_high_ratio: float = 0.9
-    """Production's KV use at which the guest's KV budget is halved."""
+    """Production's KV use at which the guest's KV budget is halved, if they share memory."""
     memory_high_ratio: float = 0.9
     """Use of the shared control group's limit at which the guest's KV budget is halved."""
     kv_deadline_s: float = 2.0

@@ -290,11 +290,13 @@ class SlotPolicy:
                 alone_s=production.model.decode_s(production.decoding),
                 guest_step_s=guest.last_step_s,
             )
+        # Production's KV grows into what the guest gives back only where memory is shared.
         shared = sample.memory
-        full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
-        self._kv_level.observe(
-            breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
+        full = shared is not None and (
+            shared.used_ratio >= settings.memory_high_ratio
+            or production.kv_usage_ratio >= settings.kv_high_ratio
         )
+        self._kv_level.observe(breached=full, now=now)
         return self.guards.account(production, beside_step=beside_step, lease=sample.lease, now=now)
 
     def _condition(

@@ -55,6 +55,7 @@ def test_a_lifted_guest_has_no_grant_and_keeps_its_lease(
 ) -> None:
     """Outside its isolation its steps would run beside production's as equals."""
     assert grant_in(scene.beat()).mode == "open"
+    scene.memory = ROOM
     scene.set_pulse(kv_usage_ratio=0.95)
     lifting = scene.beat()
     assert of(LiftGuest, lifting)
@@ -68,6 +69,15 @@ def test_a_lifted_guest_has_no_grant_and_keeps_its_lease(
     assert of(SettleGuest, effects)
     assert grant_in(effects).mode == "closed"
     assert grant_in(scene.beat()).mode == "open"
+
+
+def test_a_full_cache_of_productions_own_takes_nothing_from_the_guest(
+    scene: Any, grant_in: Any
+) -> None:
+    scene.set_pulse(kv_usage_ratio=0.95)
+    effects = scene.beat()
+    assert (grant_in(effects).mode, grant_in(effects).kv_budget_tokens) == ("open", 0)
+    assert not of(LiftGuest, effects)
 
 
 def test_memory_that_cannot_be_read_is_full(scene: Any, grant_in: Any) -> None:
@@ -218,6 +228,33 @@ def test_a_group_without_a_limit_is_never_full(tmp_path: Path) -> None:
     for name, text in (("memory.current", "700"), ("memory.max", "max"), ("memory.stat", "")):
         (tmp_path / name).write_text(text)
     assert SharedMemory(tmp_path).read().used_ratio < 1e-6
+
+
+def group(path: Path, *, used: int, cache: int = 0, **limits: str) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, text in {"current": str(used), "stat": f"inactive_file {cache}", **limits}.items():
+        (path / f"memory.{name}").write_text(text + "\n")
+    return path
+
+
+def test_a_group_is_full_at_the_limit_at_which_the_kernel_slows_it(tmp_path: Path) -> None:
+    slowed = group(tmp_path / "a.slice", used=56, max="64", high="56")
+    assert SharedMemory(slowed).read() == MemoryReading(used_bytes=56, limit_bytes=56)
+    unbound = group(tmp_path / "b.slice", used=60, max="max", high="64")
+    assert SharedMemory(unbound).read().limit_bytes == 64
+    assert SharedMemory(unbound).note == ""
+
+
+def test_a_group_is_as_full_as_the_fullest_above_it(tmp_path: Path) -> None:
+    above = group(tmp_path / "serving.slice", used=95, cache=1, max="100", high="max")
+    below = group(above / "pair.slice", used=30, max="max", high="max")
+    assert SharedMemory(below).read() == MemoryReading(used_bytes=94, limit_bytes=100)
+    (above / "memory.max").write_text("max\n")
+    assert SharedMemory(below).read().used_ratio < 1e-6
+    assert "neither it nor a group above it has memory.max" in SharedMemory(below).note
+    (above / "memory.high").write_text("half\n")
+    assert SharedMemory(below).read() == MemoryReading(), "unknown is full"
+    assert "cannot be read: it counts as full" in SharedMemory(below).note
 
 
 def owes(scene: Any) -> None:

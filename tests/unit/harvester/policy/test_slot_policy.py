@@ -17,6 +17,7 @@ from harvester.policy.sample import (
     GuestReading,
     KillSwitch,
     LeaseView,
+    MemoryReading,
     PulseReading,
     SlotSample,
 )
@@ -414,6 +415,7 @@ def test_halves_the_kv_budget_when_productions_cache_is_nearly_full(
     make_scene: Any, grant_in: Any
 ) -> None:
     scene = make_scene(kv_budget_tokens=10_000)
+    scene.memory = MemoryReading(used_bytes=50, limit_bytes=100)
     scene.beats_for(1)
     scene.set_pulse(kv_usage_ratio=0.95)
     assert grant_in(scene.beat()).kv_budget_tokens == 5000
