@@ -60,6 +60,14 @@ _PROVEN_CONDITIONS = frozenset(
 """Conditions that void no slice of the proof, since a guest's step or its job may bring them about:
 a guest that falls silent, or a lease that is shorter than a slice, would hide its harm."""
 
+_ALL_WORK_STOPS = frozenset(
+    {
+        *(Condition.KILLED, Condition.DRAINED, Condition.QUARANTINED),
+        *(Condition.UNFIT, Condition.OVERSPENT, Condition.HARMFUL),
+    }
+)
+"""Orders and verdicts against the guest: its weight work, which may go without slack, rests too."""
+
 
 class SlotMemory(GuardMemory, kw_only=True):
     """Everything that the policy remembers, so that a journal file replays by itself."""
@@ -436,7 +444,8 @@ class SlotPolicy:
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
-            withheld=memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now),
+            withheld=memory.condition in _ALL_WORK_STOPS
+            or (memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now)),
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
             preemption_s=settings.preemption_s,

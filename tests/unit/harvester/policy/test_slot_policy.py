@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Guest, PageFault, Pulse
 from harvester.contracts.wire.leases import SlotState
+from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
 from harvester.policy.effects import Quarantine
 from harvester.policy.sample import (
     SCRAPED_PULSE,
@@ -421,6 +422,30 @@ def test_halves_the_kv_budget_when_productions_cache_is_nearly_full(
     assert grant_in(scene.beat()).kv_budget_tokens == 5000
     scene.set_pulse(kv_usage_ratio=0.1)
     assert grant_in(scene.beats_for(29)).kv_budget_tokens == 5000
+
+
+DRAIN = Stop(order=StopOrder.DRAIN, source=StopSource.FILE)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "all_work"),
+    [
+        (lambda scene: setattr(scene, "kill_switch", KillSwitch.HOLD), True),
+        (lambda scene: setattr(scene, "stop", DRAIN), True),
+        (lambda scene: scene.policy.quarantine("for a test"), True),
+        (lambda scene: scene.set_pulse(unfit="several nodes"), True),
+        (lambda scene: setattr(scene.policy.guards.proof.state, "stopped_at_s", scene.now), True),
+        (lambda scene: setattr(scene, "pulse_fault", PageFault.EXPIRED), False),
+        (lambda scene: setattr(scene, "lease", LeaseView(epoch=Epoch(2))), False),
+    ],
+    ids=["killed", "drained", "quarantined", "unfit", "harmful", "silent", "unleased"],
+)
+def test_orders_and_verdicts_stop_the_guests_weight_work_as_well_as_its_steps(
+    open_scene: Any, grant_in: Any, stopped: Any, all_work: bool
+) -> None:
+    stopped(open_scene)
+    grant = grant_in(open_scene.beat())
+    assert (grant.mode, grant.withheld) == ("closed", all_work)
 
 
 def test_observe_mode_decides_but_grants_and_offers_nothing(make_scene: Any, grant_in: Any) -> None:
