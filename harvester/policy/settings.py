@@ -206,8 +206,10 @@ class SlotSettings:
     guest_lost_s: float = 5.0
     """Seconds as away after which the guest's lease ends."""
     quarantine_losses: int = 3
-    """Guests lost under a lease, within the window, that quarantine the slot."""
+    """Guests lost under a lease, or crashes of production beside a stepping guest, within the
+    window, that quarantine the slot."""
     quarantine_window_s: float = 600.0
+    """Should hold as many starts of production: one that loads for longer crashes less often."""
     evictions_per_hour_max: int = 0
     """Guest requests aborted for production within an hour, above which the slot is held; 0 never
     holds."""

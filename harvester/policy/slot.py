@@ -119,6 +119,7 @@ class SlotPolicy:
         memory = self._memory
         return DurableState(
             guest_losses_s=memory.guest.losses_s,
+            production_crashes_s=memory.guest.crashes_s,
             guest_stopped=memory.guest.stopped,
             **{name: getattr(memory, name) for name in _DURABLE},
         )
@@ -127,7 +128,11 @@ class SlotPolicy:
         """Begin with an earlier process's durable state; its times are in this process's clock.
         Quiet at first: a process that dies again and again saves what it charges before it lends
         again."""
-        guest = GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped)
+        guest = GuestState(
+            losses_s=left.guest_losses_s,
+            crashes_s=left.production_crashes_s,
+            stopped=left.guest_stopped,
+        )
         kept = {name: getattr(left, name) for name in _DURABLE} | {"breached_at_s": now}
         self._install(SlotMemory(guest=guest, **kept))
         self.guards.budget.state.limit = None
@@ -153,6 +158,7 @@ class SlotPolicy:
             self.guards.budget.state.stopped_at_s,
             self.guards.proof.state.stopped_at_s,
             *self.guest.state.losses_s,
+            *self.guest.state.crashes_s,
             self.guest.state.stopped,
         )
 
@@ -260,22 +266,29 @@ class SlotPolicy:
         if grant.mode.admits and (due or self.reclaim.state.since_s is not None):
             # Lifted, it has no isolation; what gives memory back needs no grant.
             grant = msgspec.structs.replace(grant, mode=GrantMode.CLOSED, reason="memory is due")
+        if grant.mode.admits:
+            self.guest.granted(now=now)
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
-        return (write, *ending, *due, *self._quarantine_unreached(sample.guest, now))
+        return (write, *ending, *due, *self._quarantine(sample.guest, now))
 
     def _release(self) -> None:
         self._memory.quarantine = ""
         self.guards.budget.state.allotment = None
-        self.guest.state.losses_s = []
+        self.guest.state.losses_s, self.guest.state.crashes_s = [], []
         self.reclaim.state.unreached = ""
 
-    def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        """Quarantine a guest that cannot be ended: it still holds production's memory."""
+    def _quarantine(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
+        """Quarantine a guest that cannot be ended, as it still holds production's memory, and one
+        beside which production crashes again and again."""
+        memory = self._memory
         fault = self.reclaim.out_of_reach(reading, now=now)
-        if not fault or self._memory.quarantine:
+        reason = f"guest owes memory and could not be ended: {fault}" if fault else ""
+        began_s = now if memory.since_s is None else memory.since_s
+        reason = self.guest.crash(memory.condition, since_s=began_s, now=now) or reason
+        if not reason or memory.quarantine:
             return ()
-        self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"
-        return (Quarantine(reason=self._memory.quarantine),)
+        memory.quarantine = reason
+        return (Quarantine(reason=reason),)
 
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings

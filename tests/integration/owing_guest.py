@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.testbed.page_beats import shared_group
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, PageWriter, Pulse
 from harvester.contracts.process import process_ids
@@ -34,10 +35,7 @@ class OwingGuest:
 
 def sharing_config(root: Path) -> str:
     """An agent's configuration whose slot has the group."""
-    group = root / "group"
-    group.mkdir()
-    for name, text in (("current", "500"), ("max", "1000"), ("stat", "")):
-        (group / f"memory.{name}").write_text(text)
+    group = shared_group(root / "group")
     return CONFIG.replace("    engine_url", f"    memory_group: {group}\n    engine_url")
 
 

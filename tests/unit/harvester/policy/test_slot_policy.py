@@ -31,6 +31,7 @@ from harvester.policy.settings import (
 )
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import TRANSITIONS, Condition, State
+from tests.unit.harvester.conftest import MODEL
 
 
 def test_opens_for_a_lease_with_a_guest_beside_believable_production(
@@ -246,6 +247,60 @@ def test_quarantines_a_slot_that_loses_its_guest_again_and_again(
     assert open_scene.policy.slot_state() is SlotState.QUARANTINED
     open_scene.lease = LeaseView(epoch=Epoch(3), lease=LeaseId("l"))
     assert grant_in(open_scene.beats_for(1000)).mode == "closed"
+
+
+def crash(scene: Any, *, down_s: float) -> list[str]:
+    """Production crashes beside the guest as it is, and comes back; reasons for a quarantine."""
+    beats: list[Any] = []
+    for _ in range(10):
+        scene.guest_steps()
+        scene.latencies(ttft=(0.05,))
+        beats.append(scene.beat())
+    scene.pulse, scene.pulse_fault = Pulse(model=MODEL, model_samples=1000), PageFault.EXPIRED
+    beats += [scene.beat() for _ in range(round(down_s / scene.settings.beat_s))]
+    scene.pulse_fault = None
+    beats += [scene.beat() for _ in range(60)]
+    return [effect.reason for each in beats for effect in each if isinstance(effect, Quarantine)]
+
+
+@pytest.mark.parametrize("down_s", [0.0, 2.0, 20.0])
+def test_production_that_crashes_again_and_again_beside_the_guest_quarantines_the_slot(
+    open_scene: Any, down_s: float
+) -> None:
+    assert [crash(open_scene, down_s=down_s) for _ in range(2)] == [[], []]
+    assert crash(open_scene, down_s=down_s) == [
+        "production was lost or restarted 3 times in 600 s beside a stepping guest"
+    ]
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+
+
+@pytest.mark.parametrize(
+    ("settings", "scene"),
+    [
+        ({"mode": Mode.OBSERVE}, {}),
+        ({}, {"lease": LeaseView(epoch=Epoch(2))}),
+        ({"quarantine_window_s": 10.0}, {}),
+    ],
+    ids=["observe", "closed grant", "rarely"],
+)
+def test_crashes_without_a_step_under_a_grant_or_far_between_quarantine_nothing(
+    make_scene: Any, settings: Any, scene: Any
+) -> None:
+    made = make_scene(**settings)
+    vars(made).update(scene)
+    made.beats_for(1)
+    assert [crash(made, down_s=8.0) for _ in range(4)] == [[]] * 4
+
+
+def test_a_pulse_that_is_late_for_a_moment_is_no_crash(open_scene: Any) -> None:
+    for _ in range(10):
+        open_scene.guest_steps()
+        open_scene.beats_for(1)
+        open_scene.pulse_fault = PageFault.EXPIRED
+        open_scene.beats_for(2)
+        open_scene.pulse_fault = None
+        open_scene.beats_for(5)
+    assert open_scene.policy.slot_state() is SlotState.OFFERED
 
 
 @pytest.mark.parametrize("late", [{"ttft": (0.9, 0.9)}, {"itl": (0.2, 0.2)}])
