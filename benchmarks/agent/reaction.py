@@ -20,7 +20,7 @@ from benchmarks.testbed.prerequisites import free_ports
 from harvester.contracts.page import PageDirectory, Pulse
 
 PAGE_TRIALS, METRICS_TRIALS = 300, 60
-_POLICY = {"cooldown_s": 0.1, "proof": {"share_ratio": 0}}
+_POLICY = {"cooldown_s": 0.1, "proof": {"share_ratio": 0}, "quarantine_losses": 1_000_000}
 _SAYS = "backwards"
 _LATE_S = 5.0
 

@@ -28,6 +28,7 @@ from benchmarks.agent.evidence import (
     read_files,
 )
 from benchmarks.agent.stand_in import PULSE_TTL_S
+from benchmarks.testbed.page_beats import shared_group
 from benchmarks.testbed.prerequisites import free_ports
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import GrantMode, PageDirectory
@@ -76,7 +77,8 @@ class RealNode:
         self._requests = 0
         self.start_production()
         self.start_guest()
-        slot = {"name": SLOT, "policy": _POLICY}
+        group = shared_group(self.root / "group")
+        slot = {"name": SLOT, "policy": _POLICY, "memory_group": group}
         if self.metrics:
             slot["metrics_url"] = f"http://127.0.0.1:{self._port}/metrics"
         config = {"slots": [slot], "http": self.http}

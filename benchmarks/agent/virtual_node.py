@@ -30,6 +30,7 @@ from benchmarks.agent.evidence import (
     grant_on,
 )
 from benchmarks.agent.metrics_page import metrics_page
+from benchmarks.testbed.page_beats import shared_group
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
@@ -136,6 +137,7 @@ class VirtualSlot:
     probe: MetricsProbe | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.memory_group = shared_group(self.pages.path.with_suffix(".group"))
         self.pulse_page = self.pages.own_pulse("prod", 0)
         self.guest_page = self.pages.guest_page()
         if self.scraped is not None:
@@ -186,6 +188,7 @@ class VirtualNode:
                     {
                         "name": slot.name,
                         "policy": policy,
+                        "memory_group": slot.memory_group,
                         **({"metrics_url": "http://h/metrics"} if slot.scraped else {}),
                     }
                     for slot in self.slots

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.page_beats import shared_group
 from benchmarks.testbed.processes import Child, Processes
 from harvester.contracts.audit import AuditKind, audit_files
 
@@ -24,8 +25,10 @@ class GuestAgent:
     starts: int = 0
     child: Child | None = None
     _file: Path = field(init=False)
+    _memory_group: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self._memory_group = shared_group(self.root / "group")
         self._file = self.root / "agent.yaml"
         self._file.write_text(json.dumps(self._config()))
 
@@ -63,6 +66,7 @@ class GuestAgent:
                     "engine_url": self.guest_url,
                     "model": "policy",
                     "concurrency": 8,
+                    "memory_group": self._memory_group,
                     # No slice without grants: what takes turns off the guest is in the script.
                     # Room for about half of the turns that it may have; a cut takes more of them.
                     "policy": {

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
@@ -9,6 +10,15 @@ from harvester.contracts.page import Guest, PageDirectory, Pulse
 
 def idle_pulse(_step: int) -> Pulse:
     return Pulse(model_samples=1000)
+
+
+def shared_group(path: Path) -> str:
+    """A control group's files as the kernel shows them: production and guest share memory, half of
+    which is free."""
+    path.mkdir()
+    for name, text in (("current", "500"), ("max", "1000"), ("stat", "")):
+        (path / f"memory.{name}").write_text(text)
+    return str(path)
 
 
 class PageBeats:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import random
 from time import thread_time_ns
 
 from coserve.guest.guest_steps import GuestSteps, ProductionMoment
@@ -217,7 +218,7 @@ class GuestSlot:
             )
             wait_s, self._mean_wait_s = self._mean_wait_s, None
             if wait_s is not None:
-                self.steps.rest(wait_s, self.granted)
+                self.steps.rest(wait_s, self.granted, chance=random())
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

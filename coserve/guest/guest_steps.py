@@ -158,10 +158,17 @@ class GuestSteps:
         self.tokens_total += self.last_tokens
         self._learn(step, production)
 
-    def rest(self, mean_wait_s: float, grant: Grant) -> None:
-        """The last step owes a rest, so that arrivals wait for `mean_wait_s` in the mean."""
-        self.rest_s = min(_REST_MAX_S, rest_s(self.last_own_s, mean_wait_s, grant))
-        self.quiet_s = min(self.rest_s, rest_s(self.last_predicted_s, mean_wait_s, grant))
+    def rest(self, mean_wait_s: float, grant: Grant, *, chance: float) -> None:
+        """The last step owes a rest, so that arrivals wait for `mean_wait_s` in the mean. `chance`,
+        uniform in [0, 1), spreads it over the length of a cycle: a client that sends at a constant
+        interval would else meet a step each time."""
+
+        def spread_s(step_s: float) -> float:
+            owed_s = min(_REST_MAX_S, rest_s(step_s, mean_wait_s, grant))
+            return owed_s + (chance - 0.5) * (step_s + owed_s)
+
+        self.rest_s = spread_s(self.last_own_s)
+        self.quiet_s = min(self.rest_s, spread_s(self.last_predicted_s))
 
     def calibrations(self, *, now_ns: int) -> tuple[Calibration, Calibration]:
         """Calibrations of steps alone and of steps beside production; at most a second old."""

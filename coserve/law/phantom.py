@@ -33,6 +33,9 @@ so that
                                               its median; always at most T(P75),
     TTFT(P99) <= SLO                          where production alone keeps it by w(s).
 
+Each rest is drawn evenly from the length of a cycle around its mean, c - s: a client that sends at
+a constant interval is independent of the steps too. The worst interval waits for 1.4 * mean.
+
 While no prompt is known, and beside the first few, a prompt of one token stands among them.
 """
 

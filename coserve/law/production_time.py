@@ -26,7 +26,7 @@ _MIN_SAMPLES = 20
 class ProductionTime:
     quantile: float = 0.9
     prefills: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """(prompt tokens, seconds)"""
+    """(computed prompt tokens, seconds)"""
     decodes: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """(requests in the batch, seconds)"""
     samples: int = 0

@@ -2,7 +2,8 @@
 
 The work is done in pieces; each piece needs slack for the time that pieces of its kind have taken,
 as a step does. Without slack it waits; but a version may be late and never stuck, so after a while
-one piece goes without slack. None goes in a slice that is withheld to measure production alone.
+one piece goes without slack. None goes under a withheld grant: in a slice that measures production
+alone, and under an order or verdict against the guest.
 """
 
 import math
@@ -141,7 +142,7 @@ class WorkGate:
             self._hurried -= 1
 
     def budget_s(self) -> float | None:
-        """`work_budget_s` of the present pages; None in a withheld slice, where no piece may run.
+        """`work_budget_s` of the present pages; None if withheld: no piece may run.
 
         Infinite while production waits for memory: a guest that can free memory only after its work
         must finish soon, and the agent has lifted it.

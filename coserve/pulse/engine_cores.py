@@ -28,9 +28,12 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
     """The step's wall time, against which `ttft_s` is measured."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens among them that no step computed, as a cache had them."""
     generation_tokens: int = 0
     inter_token_s: tuple[float, ...] = ()
     finished_prompt_tokens: tuple[int, ...] = ()
+    """Computed prompt tokens of each request that has ended."""
     rank: int = 0
     """Data-parallel rank of the engine core."""
     ours: bool = True

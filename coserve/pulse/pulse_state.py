@@ -354,7 +354,7 @@ class PulseState:
         if not step.first_tokens:
             return
         run.steps += 1
-        run.tokens += step.prompt_tokens
+        run.tokens += step.prompt_tokens - step.cached_tokens
         run.decodes += len(self._open) - len(self._waiting)
         run.decodes += 0 if beside is None else beside.decoding
         caught_up = answered >= len(self._waiting)

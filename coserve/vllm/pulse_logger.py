@@ -45,11 +45,13 @@ def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> Engin
         rank=rank,
         ttft_s=tuple(iteration_stats.time_to_first_tokens_iter),
         wall_s=iteration_stats.iteration_timestamp,
-        prompt_tokens=iteration_stats.num_prompt_tokens,
+        prompt_tokens=iteration_stats.prompt_token_stats.total,
+        cached_tokens=iteration_stats.prompt_token_stats.cached_tokens,
         generation_tokens=iteration_stats.num_generation_tokens,
         inter_token_s=tuple(iteration_stats.inter_token_latencies_iter),
         finished_prompt_tokens=tuple(
-            r.num_prompt_tokens for r in iteration_stats.finished_requests
+            max(1, r.num_prompt_tokens - r.num_cached_tokens)
+            for r in iteration_stats.finished_requests
         ),
         **facts,
     )

@@ -68,6 +68,9 @@ class SlotSensor:
         self._beats_listed = 0
         self._leaves = self.listed = False
         self._pulses: dict[str, PageReader[Pulse]] = {}
+        self._roots: dict[str, tuple[ProcessId | None, bool]] = {}
+        """Root process of each pulse's last record, and whether it was seen to live: in another pid
+        namespace it is not, and its absence shows nothing."""
         self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
         self._strangers: set[Path] = set()
@@ -82,9 +85,12 @@ class SlotSensor:
         if self.listed:
             for name in self._pulses.keys() - names:
                 reader = self._pulses.pop(name)
+                self._roots.pop(name, None)
                 reader.close()
                 self._strangers.discard(reader.path)
-        pulses = expected(self._pulses_of(names, now_ns), self._expected)
+        present = self._pulses_of(names, now_ns)
+        ended = [x.name for x in present if x.fault is PageFault.EXPIRED and self._ended(x.name)]
+        pulses = expected(present, self._expected, frozenset(ended))
         return SlotSample(
             pulses=pulses,
             guest=self._guest_reading(guest),
@@ -166,7 +172,16 @@ class SlotSensor:
         if reader is None:
             reader = self._pulses[name] = self._directory.pulse_reader(name)
         reading = reader.read(now_ns=now_ns)
-        if reading.record is not None:
+        record, known = reading.record, self._roots.get(name)
+        if record is not None:
             self.seen_ns[name] = reading.stamp_ns
+        elif reading.fault is PageFault.EXPIRED and known is None:
+            record = reader.read_left().record  # Silent since before this agent started.
+        if record is not None and (known is None or known[0] != record.root):
+            self._roots[name] = record.root, record.root is not None and record.root.lives()
         self._log_stranger(reader.path, reading.fault)
         return PulseReading(name=name, record=reading.record, fault=reading.fault)
+
+    def _ended(self, name: str) -> bool:
+        root, seen = self._roots.get(name, (None, False))
+        return root is not None and seen and not root.lives()

@@ -1,5 +1,6 @@
 """Memory that production and guest share: a control group's, or a GPU's, page by page."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from harvester.contracts.errors import Unsupported
@@ -7,6 +8,11 @@ from harvester.platform.kv_segment import KvSegment
 from harvester.policy.sample import KvReading, MemoryReading
 
 _UNLIMITED = 1 << 60
+_HIERARCHIES = (
+    # Production is slowed at `memory.high`, long before it is ended at `memory.max`.
+    ("memory.current", ("memory.max", "memory.high"), "inactive_file"),
+    ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file"),
+)
 
 
 class SharedMemory:
@@ -14,23 +20,46 @@ class SharedMemory:
     hierarchy of Linux. Page cache that the kernel would drop by itself does not count as used."""
 
     def __init__(self, group: Path) -> None:
-        self._group = group
+        self._levels = (group, *group.parents)
 
     def read(self) -> MemoryReading:
-        """Use and limit in bytes; no limit if unreadable: unknown is not free."""
-        for used_name, limit_name, cache_name in (
-            ("memory.current", "memory.max", "inactive_file"),
-            ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
-        ):
-            try:
-                used = int((self._group / used_name).read_text())
-                limit = (self._group / limit_name).read_text().strip()
-                cache = _field((self._group / "memory.stat").read_text(), cache_name)
-            except (OSError, ValueError):
-                continue
-            limit_bytes = _UNLIMITED if limit == "max" else min(int(limit), _UNLIMITED)
-            return MemoryReading(used_bytes=max(0, used - cache), limit_bytes=limit_bytes)
+        """Use and limit in bytes of the fullest of the group and its ancestors, whose limits bind
+        it too; no limit if unreadable: unknown is not free."""
+        found: list[MemoryReading] = []
+        with suppress(OSError, ValueError):
+            for level in self._levels:
+                if (reading := _level(level)) is None:
+                    return max(found, key=lambda one: one.used_ratio, default=MemoryReading())
+                found.append(reading)
         return MemoryReading()
+
+    @property
+    def note(self) -> str:
+        """Why the group warns of no shortage, or always does; "" if it has a limit."""
+        limit_bytes = self.read().limit_bytes
+        if limit_bytes == 0:
+            return f"memory_group {self._levels[0]} cannot be read: it counts as full"
+        unlimited = "neither it nor a group above it has memory.max or memory.high"
+        bound = limit_bytes < _UNLIMITED
+        return "" if bound else f"memory_group {self._levels[0]} never counts as full: {unlimited}"
+
+
+def _level(group: Path) -> MemoryReading | None:
+    """None above the highest group."""
+    for used_name, limit_names, cache_name in _HIERARCHIES:
+        try:
+            used_bytes = int((group / used_name).read_text())
+        except FileNotFoundError:
+            continue
+        limits = [_UNLIMITED]
+        for name in limit_names:
+            with suppress(FileNotFoundError):
+                text = (group / name).read_text().strip()
+                limits += [] if text == "max" else [int(text)]
+        if min(limits) < _UNLIMITED:  # The kernel takes long to sum a large group's statistics up.
+            used_bytes -= _field((group / "memory.stat").read_text(), cache_name)
+        return MemoryReading(used_bytes=max(0, used_bytes), limit_bytes=min(limits))
+    return None
 
 
 def _field(text: str, name: str) -> int:

@@ -37,7 +37,10 @@ def agent(
         checked = loaded.config
         checked.check_here()
         checked.check_devices()
-        for note in loaded.notes:
+        from harvester.agent.shared_memory import SharedMemory
+
+        groups = [SharedMemory(slot.memory_group) for slot in checked.slots if slot.memory_group]
+        for note in (*loaded.notes, *[group.note for group in groups if group.note]):
             typer.echo(f"note: {note}")
         names = ", ".join(slot.name for slot in checked.slots) or "none yet"
         typer.echo(f"{config}: good; node {checked.node}, mode {checked.mode}, slots {names}")

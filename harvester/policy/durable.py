@@ -40,6 +40,7 @@ class DurableState(msgspec.Struct, kw_only=True):
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
     evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     guest_losses_s: list[float] = []
+    production_crashes_s: list[float] = []
     guest_stopped: bool = False
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
     proof: ProofState = msgspec.field(default_factory=ProofState)
@@ -64,6 +65,7 @@ def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
         ),
         evictions=moved_evictions(state.evictions, by_s),
         guest_losses_s=[at_s + by_s for at_s in state.guest_losses_s],
+        production_crashes_s=[at_s + by_s for at_s in state.production_crashes_s],
         proof=moved_proof(_later(state.proof, by_s)),
     )
 

@@ -1,4 +1,5 @@
-"""State of a slot's guest: its last page, when it was last seen, how often it was lost.
+"""State of a slot's guest: its last page, when it was last seen, how often it was lost, and how
+often production was lost beside it.
 
 A guest writes its page ten times a second. A guest that ranks below production on its cores may get
 no CPU for as long as production has work: it is silent then, and not lost.
@@ -11,6 +12,7 @@ import msgspec
 from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading, MpsReading
 from harvester.policy.settings import AUTO, SlotSettings
+from harvester.policy.states import Condition
 
 _NO_ISOLATION = "none"
 _HELD_BY_LAW = "no_slack", "resting"
@@ -32,6 +34,10 @@ class GuestState(msgspec.Struct, kw_only=True):
     isolation_fault: str = ""
     losses_s: list[float] = []
     """Times of losses under a lease."""
+    beside_at_s: float | None = None
+    """Time of its last step under an open grant; None once production has crashed since."""
+    crashes_s: list[float] = []
+    """Times of production's crashes beside its steps."""
     stopped: bool = False
     """Whether its last page announced a stop on purpose."""
     law_binds: bool = False
@@ -110,15 +116,34 @@ class GuestWatch:
         gone = reading.record is None and self.away(now=now) and not reading.runs_below_production
         return 1.0 if gone else state.blocking_ratio
 
+    def granted(self, *, now: float) -> None:
+        """Record that this beat's grant is open."""
+        if self.state.active_at_s == now:
+            self.state.beside_at_s = now
+
     def lose(self, reading: GuestReading, *, now: float) -> str:
         """Count a loss under a lease. Returns the reason for a quarantine, "" below the limit."""
-        window_s = self._settings.quarantine_window_s
-        losses_s = [at for at in self.state.losses_s if now - at < window_s]
-        self.state.losses_s = [*losses_s, now]
-        if len(self.state.losses_s) < self._settings.quarantine_losses:
+        self.state.losses_s, times = self._counted(self.state.losses_s, now)
+        return f"guest lost {times} ({reading.fault or 'missing'})" if times else ""
+
+    def crash(self, condition: Condition, *, since_s: float, now: float) -> str:
+        """Count production's restart, or the silence after which it counts as lost, if that began
+        within as long after a step under an open grant. Returns as `lose` does."""
+        state, lost_s = self.state, self._settings.production_lost_s
+        lost = condition is Condition.SILENT and now - since_s >= lost_s
+        beside = state.beside_at_s is not None and since_s - state.beside_at_s <= lost_s
+        if not (beside and (lost or condition is Condition.RESTARTED)):
             return ""
-        times, why = len(self.state.losses_s), reading.fault or "missing"
-        return f"guest lost {times} times in {window_s:.0f} s ({why})"
+        state.beside_at_s = None
+        state.crashes_s, times = self._counted(state.crashes_s, now)
+        return f"production was lost or restarted {times} beside a stepping guest" if times else ""
+
+    def _counted(self, before_s: list[float], now: float) -> tuple[list[float], str]:
+        """Recent times with `now`, and how many they are; "" below the limit."""
+        window_s = self._settings.quarantine_window_s
+        times_s = [*[at_s for at_s in before_s if now - at_s < window_s], now]
+        enough = len(times_s) >= self._settings.quarantine_losses
+        return times_s, f"{len(times_s)} times in {window_s:.0f} s" if enough else ""
 
 
 def lacks_consent(mps: MpsReading | None, guest: Guest | None) -> bool:

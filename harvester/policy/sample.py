@@ -141,14 +141,16 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
 
 
 def expected(
-    present: tuple[PulseReading, ...], configured: frozenset[str] = frozenset()
+    present: tuple[PulseReading, ...],
+    configured: frozenset[str] = frozenset(),
+    ended: frozenset[str] = frozenset(),
 ) -> tuple[PulseReading, ...]:
     """Pulses that must be present: present ones, siblings that they announce, and the configured.
 
     Each pulse says how many API servers its engine has. An announced server that never showed
     itself is missing, not idle; a page beyond the announced number is a leftover. A configured list
-    adds to that: it never hides an engine that runs beside the listed ones, but the silent page of
-    an engine that is not listed is a leftover too. Both are in the order of names.
+    adds to that: it never hides an engine that runs or hangs beside the listed ones, but the pages
+    `ended`, whose engines are known to run no more, are leftovers too. Both in the order of names.
     """
     processes: dict[str, int] = {}
     for reading in present:
@@ -167,8 +169,12 @@ def expected(
         if reading.name in named
         or reading.name in configured
         or reading.fault not in _GONE
-        or not (configured or processes.get(engine_of(reading.name)))
+        or not (processes.get(engine_of(reading.name)) or (configured and _left(reading, ended)))
     }
     for name in named - kept.keys():
         kept[name] = PulseReading(name=name, fault=PageFault.MISSING)
     return tuple(kept[name] for name in sorted(kept))
+
+
+def _left(reading: PulseReading, ended: frozenset[str]) -> bool:
+    return reading.fault is PageFault.MISSING or reading.name in ended

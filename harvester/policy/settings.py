@@ -206,13 +206,15 @@ class SlotSettings:
     guest_lost_s: float = 5.0
     """Seconds as away after which the guest's lease ends."""
     quarantine_losses: int = 3
-    """Guests lost under a lease, within the window, that quarantine the slot."""
+    """Guests lost under a lease, or crashes of production beside a stepping guest, within the
+    window, that quarantine the slot."""
     quarantine_window_s: float = 600.0
+    """Should hold as many starts of production: one that loads for longer crashes less often."""
     evictions_per_hour_max: int = 0
     """Guest requests aborted for production within an hour, above which the slot is held; 0 never
     holds."""
     kv_high_ratio: float = 0.9
-    """Production's KV use at which the guest's KV budget is halved."""
+    """Production's KV use at which the guest's KV budget is halved, if they share memory."""
     memory_high_ratio: float = 0.9
     """Use of the shared control group's limit at which the guest's KV budget is halved."""
     kv_deadline_s: float = 2.0

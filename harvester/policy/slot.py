@@ -60,6 +60,14 @@ _PROVEN_CONDITIONS = frozenset(
 """Conditions that void no slice of the proof, since a guest's step or its job may bring them about:
 a guest that falls silent, or a lease that is shorter than a slice, would hide its harm."""
 
+_ALL_WORK_STOPS = frozenset(
+    {
+        *(Condition.KILLED, Condition.DRAINED, Condition.QUARANTINED),
+        *(Condition.UNFIT, Condition.OVERSPENT, Condition.HARMFUL),
+    }
+)
+"""Orders and verdicts against the guest: its weight work, which may go without slack, rests too."""
+
 
 class SlotMemory(GuardMemory, kw_only=True):
     """Everything that the policy remembers, so that a journal file replays by itself."""
@@ -111,6 +119,7 @@ class SlotPolicy:
         memory = self._memory
         return DurableState(
             guest_losses_s=memory.guest.losses_s,
+            production_crashes_s=memory.guest.crashes_s,
             guest_stopped=memory.guest.stopped,
             **{name: getattr(memory, name) for name in _DURABLE},
         )
@@ -119,7 +128,11 @@ class SlotPolicy:
         """Begin with an earlier process's durable state; its times are in this process's clock.
         Quiet at first: a process that dies again and again saves what it charges before it lends
         again."""
-        guest = GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped)
+        guest = GuestState(
+            losses_s=left.guest_losses_s,
+            crashes_s=left.production_crashes_s,
+            stopped=left.guest_stopped,
+        )
         kept = {name: getattr(left, name) for name in _DURABLE} | {"breached_at_s": now}
         self._install(SlotMemory(guest=guest, **kept))
         self.guards.budget.state.limit = None
@@ -145,6 +158,7 @@ class SlotPolicy:
             self.guards.budget.state.stopped_at_s,
             self.guards.proof.state.stopped_at_s,
             *self.guest.state.losses_s,
+            *self.guest.state.crashes_s,
             self.guest.state.stopped,
         )
 
@@ -239,7 +253,8 @@ class SlotPolicy:
         )
         ending = self._end_lease(sample, now)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
-        budget = self._kv_budget_tokens() or None if self.settings.mode is Mode.HARVEST else None
+        acts = self.settings.mode is Mode.HARVEST or self.reclaim.state.since_s is not None
+        budget = self._kv_budget_tokens() or None if acts else None
         due = self.reclaim.observe(
             sample.guest,
             budget_tokens=budget,
@@ -251,22 +266,29 @@ class SlotPolicy:
         if grant.mode.admits and (due or self.reclaim.state.since_s is not None):
             # Lifted, it has no isolation; what gives memory back needs no grant.
             grant = msgspec.structs.replace(grant, mode=GrantMode.CLOSED, reason="memory is due")
+        if grant.mode.admits:
+            self.guest.granted(now=now)
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
-        return (write, *ending, *due, *self._quarantine_unreached(sample.guest, now))
+        return (write, *ending, *due, *self._quarantine(sample.guest, now))
 
     def _release(self) -> None:
         self._memory.quarantine = ""
         self.guards.budget.state.allotment = None
-        self.guest.state.losses_s = []
+        self.guest.state.losses_s, self.guest.state.crashes_s = [], []
         self.reclaim.state.unreached = ""
 
-    def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        """Quarantine a guest that cannot be ended: it still holds production's memory."""
+    def _quarantine(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
+        """Quarantine a guest that cannot be ended, as it still holds production's memory, and one
+        beside which production crashes again and again."""
+        memory = self._memory
         fault = self.reclaim.out_of_reach(reading, now=now)
-        if not fault or self._memory.quarantine:
+        reason = f"guest owes memory and could not be ended: {fault}" if fault else ""
+        began_s = now if memory.since_s is None else memory.since_s
+        reason = self.guest.crash(memory.condition, since_s=began_s, now=now) or reason
+        if not reason or memory.quarantine:
             return ()
-        self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"
-        return (Quarantine(reason=self._memory.quarantine),)
+        memory.quarantine = reason
+        return (Quarantine(reason=reason),)
 
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings
@@ -289,11 +311,13 @@ class SlotPolicy:
                 alone_s=production.model.decode_s(production.decoding),
                 guest_step_s=guest.last_step_s,
             )
+        # Production's KV grows into what the guest gives back only where memory is shared.
         shared = sample.memory
-        full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
-        self._kv_level.observe(
-            breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
+        full = shared is not None and (
+            shared.used_ratio >= settings.memory_high_ratio
+            or production.kv_usage_ratio >= settings.kv_high_ratio
         )
+        self._kv_level.observe(breached=full, now=now)
         return self.guards.account(production, beside_step=beside_step, lease=sample.lease, now=now)
 
     def _condition(
@@ -433,7 +457,8 @@ class SlotPolicy:
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
-            withheld=memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now),
+            withheld=memory.condition in _ALL_WORK_STOPS
+            or (memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now)),
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
             preemption_s=settings.preemption_s,

@@ -414,6 +414,7 @@ class LeaseModel:
             *("ends_s", "expires_s", "kept_s", "called_s", "at_s", "_not_before_s", "_busy_at_s"),
             *("since_s", "breached_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
             *("active_at_s", "losses_s", "idle_at_s", "observed_at_s", "progress_at_s"),
+            *("beside_at_s", "crashes_s"),
         }
         # The policies' memory holds what they remember of the guest and of reclaims.
         self._keepers: Part[Keeper] = Part(moments=moments, ignored=ignored, age_max_s=2 * TTL_S)

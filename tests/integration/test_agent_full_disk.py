@@ -11,7 +11,7 @@ import pytest
 
 from harvester.contracts.journal import Opened, read_journal
 from scheduler.sim.replay import replay_journal
-from tests.integration.owing_guest import owing_guest
+from tests.integration.owing_guest import owing_guest, sharing_config
 from tests.integration.test_agent_process import Agent, Beats, wait_for
 
 SIZE_KIB = 1024
@@ -79,7 +79,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def agent(place: Path) -> Iterator[SmallAgent]:
-    agent = SmallAgent(place)
+    agent = SmallAgent(place, config=sharing_config(place))
     yield agent
     agent.end()
 

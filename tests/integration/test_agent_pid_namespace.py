@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.owing_guest import owing_guest
+from tests.integration.owing_guest import owing_guest, sharing_config
 from tests.integration.test_agent_process import Agent, wait_for
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -38,7 +38,7 @@ class FarAgent(Agent):
 def agent(tmp_path: Path) -> Iterator[FarAgent]:
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no pid namespace can be made here")
-    agent = FarAgent(tmp_path)
+    agent = FarAgent(tmp_path, config=sharing_config(tmp_path))
     yield agent
     agent.end()
 

@@ -18,7 +18,7 @@ from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
 from harvester.policy.effects import Effect, WriteGrant
-from harvester.policy.sample import GuestReading, LeaseView, PulseReading, SlotSample
+from harvester.policy.sample import GuestReading, LeaseView, MemoryReading, PulseReading, SlotSample
 from harvester.policy.settings import BudgetSettings, ProofSettings, SlotSettings
 from harvester.policy.slot import SlotPolicy
 
@@ -261,6 +261,7 @@ class FakeSlot:
             pulses=(PulseReading(name=PULSE, record=reading.record, fault=reading.fault),),
             guest=GuestReading(record=guest),
             lease=LeaseView(epoch=Epoch(1), lease=LeaseId("l1")),
+            memory=MemoryReading(used_bytes=50, limit_bytes=100),
         )
         effects = self.policy.observe(sample, now=self.now)
         (self.grant,) = [one.grant for one in effects if isinstance(one, WriteGrant)]

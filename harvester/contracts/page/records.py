@@ -245,8 +245,8 @@ class Grant(Record, frozen=True, kw_only=True):
     """Cost to production of a running guest step beside the share `blocking_ratio`: the switch, and
     caches that the step has filled. Not counted where the ratio is 1."""
     withheld: bool = False
-    """Closed to measure production alone: the guest's other work rests too, unless production waits
-    for it."""
+    """Closed to measure production alone, or by an order or verdict against the guest: its other
+    work rests too, unless production waits for it."""
     held: bool = False
     """The guest refuses new requests and goes on with its present ones."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harvester.agent.sense import SlotSensor
@@ -57,6 +58,30 @@ def test_a_configured_list_leaves_no_living_engine_out(tmp_path: Path) -> None:
         "pulse.production.0": None,
         "pulse.production.1": PageFault.MISSING,
     }
+    sensor.close()
+
+
+def test_a_silent_engine_that_is_not_listed_counts_until_its_process_ends(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path)
+    for_an_hour_ns = 3_600_000_000_000
+    listed = pages.pulse_writer("production", 0)
+    listed.write(Pulse(processes=1), now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
+    chat, elsewhere = pages.pulse_writer("chat", 0), pages.pulse_writer("elsewhere", 0)
+    sensor = SlotSensor(pages, pulses=("pulse.production.0",))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (root,) = process_ids([process.pid])
+        hidden = msgspec.structs.replace(root, start_ticks=root.start_ticks + 1)
+        for page, its_root, ttl_ns in ((chat, root, 0), (elsewhere, hidden, for_an_hour_ns)):
+            page.write(Pulse(root=its_root), now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+        found = {reading.name: reading.fault for reading in _pulses(sensor)}
+        assert found["pulse.chat.0"] is PageFault.EXPIRED, "silent since before the agent started"
+        elsewhere.write(Pulse(root=hidden), now_ns=monotonic_ns(), ttl_ns=0)
+        found = {reading.name: reading.fault for reading in _pulses(sensor)}
+        assert found["pulse.chat.0"] is PageFault.EXPIRED
+    assert {reading.name: reading.fault for reading in _pulses(sensor)} == {
+        "pulse.production.0": None,
+        "pulse.elsewhere.0": PageFault.EXPIRED,
+    }, "a process of another pid namespace was never seen: it may live"
     sensor.close()
 
 

@@ -132,6 +132,22 @@ def test_the_check_reads_the_slots_file_too(
     assert "slots.yaml line 1: slots.0.models" in capsys.readouterr().err
 
 
+def test_the_check_says_that_a_memory_group_has_no_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, path = tmp_path / "serving.slice", tmp_path / "agent.yaml"
+    group.mkdir()
+    for name, text in (("current", "700"), ("max", "max"), ("high", "max"), ("stat", "")):
+        (group / f"memory.{name}").write_text(text)
+    path.write_text(f"slots: [{{name: slot0, memory_group: {group}}}]\n")
+    arguments = ["agent", "--config", str(path), "--check-config"]
+    assert exit_code(arguments) == 0
+    assert f"note: memory_group {group} never counts as full" in capsys.readouterr().out
+    (group / "memory.high").write_text("1000")
+    assert exit_code(arguments) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 def test_checks_a_configuration_without_starting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

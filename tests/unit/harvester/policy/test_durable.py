@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harvester.contracts.page import Guest
+from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.served import Served
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import SlotState
@@ -101,6 +101,21 @@ def test_losses_are_counted_over_restarts(open_scene: Any) -> None:
         restarted(open_scene, now=now)
     open_scene.beat()
     assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+
+
+def test_crashes_of_production_are_counted_over_restarts(open_scene: Any) -> None:
+    for now in (1e6, 10.0, 500.0):
+        open_scene.pulse_fault = None
+        open_scene.beats_for(5)
+        open_scene.guest_steps()
+        assert open_scene.policy.condition is Condition.CLEAR
+        open_scene.beat()
+        open_scene.pulse_fault = PageFault.EXPIRED
+        open_scene.beats_for(5.2)
+        restarted(open_scene, now=now)
+    open_scene.beat()
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+    assert "production was lost or restarted 3 times" in open_scene.policy.reason
 
 
 def test_a_level_that_was_halved_stays_halved(open_scene: Any, grant_in: Any) -> None:

@@ -1,5 +1,6 @@
 """Memory that production needs back: first asked for, then helped along, then taken."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harvester.contracts.wire.leases import SlotState
 from harvester.policy.effects import KillGuest, LiftGuest, Quarantine, SettleGuest
 from harvester.policy.sample import ActionOutcome, GuestAction, LeaseView, MemoryReading
 from harvester.policy.settings import Mode
+from harvester.policy.slot import SlotPolicy
 
 KV_TOKENS = 8192
 PROCESSES = (ProcessId(pid=41, start_ticks=7), ProcessId(pid=42, start_ticks=8))
@@ -53,6 +55,7 @@ def test_a_lifted_guest_has_no_grant_and_keeps_its_lease(
 ) -> None:
     """Outside its isolation its steps would run beside production's as equals."""
     assert grant_in(scene.beat()).mode == "open"
+    scene.memory = ROOM
     scene.set_pulse(kv_usage_ratio=0.95)
     lifting = scene.beat()
     assert of(LiftGuest, lifting)
@@ -66,6 +69,15 @@ def test_a_lifted_guest_has_no_grant_and_keeps_its_lease(
     assert of(SettleGuest, effects)
     assert grant_in(effects).mode == "closed"
     assert grant_in(scene.beat()).mode == "open"
+
+
+def test_a_full_cache_of_productions_own_takes_nothing_from_the_guest(
+    scene: Any, grant_in: Any
+) -> None:
+    scene.set_pulse(kv_usage_ratio=0.95)
+    effects = scene.beat()
+    assert (grant_in(effects).mode, grant_in(effects).kv_budget_tokens) == ("open", 0)
+    assert not of(LiftGuest, effects)
 
 
 def test_memory_that_cannot_be_read_is_full(scene: Any, grant_in: Any) -> None:
@@ -138,6 +150,22 @@ def test_only_a_harvesting_agent_acts_on_a_guest(make_scene: Any, mode: Mode) ->
     assert not of(KillGuest, effects)
 
 
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+def test_a_mode_that_stops_harvesting_forgives_no_debt(scene: Any, mode: Mode) -> None:
+    scene.memory = FULL
+    assert of(LiftGuest, scene.beat())
+    scene.memory = ROOM
+    policy = SlotPolicy(replace(scene.settings, mode=mode))
+    policy.restore(scene.policy.snapshot())
+    scene.policy = policy
+    beats = [scene.beat() for _ in range(25)]
+    assert not any(of(SettleGuest, effects) for effects in beats)
+    (killed,) = [effect for effects in beats for effect in of(KillGuest, effects)]
+    assert killed.processes == PROCESSES
+    withhold(scene, KV_TOKENS // 2)
+    assert of(SettleGuest, scene.beat())
+
+
 @pytest.mark.parametrize(("most", "left"), [(0, 4096), (1000, 500), (10**9, 4096)])
 def test_a_shrunk_budget_is_a_share_of_what_the_guest_may_and_can_hold(
     make_scene: Any, grant_in: Any, most: int, left: int
@@ -200,6 +228,33 @@ def test_a_group_without_a_limit_is_never_full(tmp_path: Path) -> None:
     for name, text in (("memory.current", "700"), ("memory.max", "max"), ("memory.stat", "")):
         (tmp_path / name).write_text(text)
     assert SharedMemory(tmp_path).read().used_ratio < 1e-6
+
+
+def group(path: Path, *, used: int, cache: int = 0, **limits: str) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, text in {"current": str(used), "stat": f"inactive_file {cache}", **limits}.items():
+        (path / f"memory.{name}").write_text(text + "\n")
+    return path
+
+
+def test_a_group_is_full_at_the_limit_at_which_the_kernel_slows_it(tmp_path: Path) -> None:
+    slowed = group(tmp_path / "a.slice", used=56, max="64", high="56")
+    assert SharedMemory(slowed).read() == MemoryReading(used_bytes=56, limit_bytes=56)
+    unbound = group(tmp_path / "b.slice", used=60, max="max", high="64")
+    assert SharedMemory(unbound).read().limit_bytes == 64
+    assert SharedMemory(unbound).note == ""
+
+
+def test_a_group_is_as_full_as_the_fullest_above_it(tmp_path: Path) -> None:
+    above = group(tmp_path / "serving.slice", used=95, cache=1, max="100", high="max")
+    below = group(above / "pair.slice", used=30, max="max", high="max")
+    assert SharedMemory(below).read() == MemoryReading(used_bytes=94, limit_bytes=100)
+    (above / "memory.max").write_text("max\n")
+    assert SharedMemory(below).read().used_ratio < 1e-6
+    assert "neither it nor a group above it has memory.max" in SharedMemory(below).note
+    (above / "memory.high").write_text("half\n")
+    assert SharedMemory(below).read() == MemoryReading(), "unknown is full"
+    assert "cannot be read: it counts as full" in SharedMemory(below).note
 
 
 def owes(scene: Any) -> None:

@@ -71,7 +71,20 @@ def test_a_configured_list_hides_no_api_server_and_no_engine_that_lives_beside_i
     ]
 
 
-def test_a_configured_pulse_that_is_silent_stays_and_what_another_engine_left_does_not() -> None:
-    present = (silent("pulse.a.0"), silent("pulse.old.0"), silent("pulse.x.0", PageFault.FOREIGN))
-    found = expected(present, frozenset({"pulse.a.0"}))
-    assert [r.name for r in found] == ["pulse.a.0", "pulse.x.0"]
+def test_a_silent_engine_stays_beside_the_configured_until_it_is_known_to_have_ended() -> None:
+    configured = frozenset({"pulse.a.0"})
+    present = (
+        fresh("pulse.a.0", processes=0),
+        silent("pulse.a.1"),
+        silent("pulse.old.0"),
+        silent("pulse.x.0", PageFault.FOREIGN),
+    )
+    assert expected(present, configured) == present
+    found = expected(present, configured, frozenset({"pulse.old.0"}))
+    assert [r.name for r in found] == ["pulse.a.0", "pulse.a.1", "pulse.x.0"]
+
+
+def test_a_configured_pulse_stays_silent_when_its_engine_has_ended() -> None:
+    present = (silent("pulse.a.0"), silent("pulse.gone.0", PageFault.MISSING))
+    found = expected(present, frozenset({"pulse.a.0"}), frozenset({"pulse.a.0"}))
+    assert [r.name for r in found] == ["pulse.a.0"]

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Guest, PageFault, Pulse
 from harvester.contracts.wire.leases import SlotState
+from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
 from harvester.policy.effects import Quarantine
 from harvester.policy.sample import (
     SCRAPED_PULSE,
     GuestReading,
     KillSwitch,
     LeaseView,
+    MemoryReading,
     PulseReading,
     SlotSample,
 )
@@ -29,6 +31,7 @@ from harvester.policy.settings import (
 )
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import TRANSITIONS, Condition, State
+from tests.unit.harvester.conftest import MODEL
 
 
 def test_opens_for_a_lease_with_a_guest_beside_believable_production(
@@ -246,6 +249,60 @@ def test_quarantines_a_slot_that_loses_its_guest_again_and_again(
     assert grant_in(open_scene.beats_for(1000)).mode == "closed"
 
 
+def crash(scene: Any, *, down_s: float) -> list[str]:
+    """Production crashes beside the guest as it is, and comes back; reasons for a quarantine."""
+    beats: list[Any] = []
+    for _ in range(10):
+        scene.guest_steps()
+        scene.latencies(ttft=(0.05,))
+        beats.append(scene.beat())
+    scene.pulse, scene.pulse_fault = Pulse(model=MODEL, model_samples=1000), PageFault.EXPIRED
+    beats += [scene.beat() for _ in range(round(down_s / scene.settings.beat_s))]
+    scene.pulse_fault = None
+    beats += [scene.beat() for _ in range(60)]
+    return [effect.reason for each in beats for effect in each if isinstance(effect, Quarantine)]
+
+
+@pytest.mark.parametrize("down_s", [0.0, 2.0, 20.0])
+def test_production_that_crashes_again_and_again_beside_the_guest_quarantines_the_slot(
+    open_scene: Any, down_s: float
+) -> None:
+    assert [crash(open_scene, down_s=down_s) for _ in range(2)] == [[], []]
+    assert crash(open_scene, down_s=down_s) == [
+        "production was lost or restarted 3 times in 600 s beside a stepping guest"
+    ]
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+
+
+@pytest.mark.parametrize(
+    ("settings", "scene"),
+    [
+        ({"mode": Mode.OBSERVE}, {}),
+        ({}, {"lease": LeaseView(epoch=Epoch(2))}),
+        ({"quarantine_window_s": 10.0}, {}),
+    ],
+    ids=["observe", "closed grant", "rarely"],
+)
+def test_crashes_without_a_step_under_a_grant_or_far_between_quarantine_nothing(
+    make_scene: Any, settings: Any, scene: Any
+) -> None:
+    made = make_scene(**settings)
+    vars(made).update(scene)
+    made.beats_for(1)
+    assert [crash(made, down_s=8.0) for _ in range(4)] == [[]] * 4
+
+
+def test_a_pulse_that_is_late_for_a_moment_is_no_crash(open_scene: Any) -> None:
+    for _ in range(10):
+        open_scene.guest_steps()
+        open_scene.beats_for(1)
+        open_scene.pulse_fault = PageFault.EXPIRED
+        open_scene.beats_for(2)
+        open_scene.pulse_fault = None
+        open_scene.beats_for(5)
+    assert open_scene.policy.slot_state() is SlotState.OFFERED
+
+
 @pytest.mark.parametrize("late", [{"ttft": (0.9, 0.9)}, {"itl": (0.2, 0.2)}])
 def test_halves_the_step_cap_at_once_and_gives_it_back_slowly(
     open_scene: Any, grant_in: Any, late: dict[str, tuple[float, ...]]
@@ -414,11 +471,36 @@ def test_halves_the_kv_budget_when_productions_cache_is_nearly_full(
     make_scene: Any, grant_in: Any
 ) -> None:
     scene = make_scene(kv_budget_tokens=10_000)
+    scene.memory = MemoryReading(used_bytes=50, limit_bytes=100)
     scene.beats_for(1)
     scene.set_pulse(kv_usage_ratio=0.95)
     assert grant_in(scene.beat()).kv_budget_tokens == 5000
     scene.set_pulse(kv_usage_ratio=0.1)
     assert grant_in(scene.beats_for(29)).kv_budget_tokens == 5000
+
+
+DRAIN = Stop(order=StopOrder.DRAIN, source=StopSource.FILE)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "all_work"),
+    [
+        (lambda scene: setattr(scene, "kill_switch", KillSwitch.HOLD), True),
+        (lambda scene: setattr(scene, "stop", DRAIN), True),
+        (lambda scene: scene.policy.quarantine("for a test"), True),
+        (lambda scene: scene.set_pulse(unfit="several nodes"), True),
+        (lambda scene: setattr(scene.policy.guards.proof.state, "stopped_at_s", scene.now), True),
+        (lambda scene: setattr(scene, "pulse_fault", PageFault.EXPIRED), False),
+        (lambda scene: setattr(scene, "lease", LeaseView(epoch=Epoch(2))), False),
+    ],
+    ids=["killed", "drained", "quarantined", "unfit", "harmful", "silent", "unleased"],
+)
+def test_orders_and_verdicts_stop_the_guests_weight_work_as_well_as_its_steps(
+    open_scene: Any, grant_in: Any, stopped: Any, all_work: bool
+) -> None:
+    stopped(open_scene)
+    grant = grant_in(open_scene.beat())
+    assert (grant.mode, grant.withheld) == ("closed", all_work)
 
 
 def test_observe_mode_decides_but_grants_and_offers_nothing(make_scene: Any, grant_in: Any) -> None:
