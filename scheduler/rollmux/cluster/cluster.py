@@ -107,7 +107,13 @@ class ClusterPolicy:
             placed = JobPlacement(spec=given, number=self.arrivals, submitted_s=now)
             self.placements[given.job] = placed
             self.unsaved.add(given.job)
-            self._admit(now)
+            try:
+                self._admit(now)
+            except Exception:
+                # A job that the planner fails on must not fail every later call too.
+                if placed.stage is PlacementStage.QUEUED:
+                    self.end_job(given.job, now=now)
+                raise
             return
         if placed.changed:
             placed.changed = False
