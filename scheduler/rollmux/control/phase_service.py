@@ -296,7 +296,7 @@ class PhaseService:
         plan = self._plan_records()
         if self._unsaved or plan:
             job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
-            self.state.keep(self._policy.counters, job_permits, plan)
+            self.state.keep(self._policy.counters, job_permits, plan, self._clock.now())
             self._unsaved.clear()
             self._plan_kept()
             self.on_change()
@@ -308,7 +308,7 @@ class PhaseService:
         """The policy's kept state, in the times of this clock; None without a kept state."""
         if self.state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
-        return self.state.snapshot()
+        return self.state.snapshot(now=self._clock.now())
 
     def _plan_records(self) -> dict[str, bytes | None]:
         """Records of the plan that belong to the same decision."""

@@ -8,6 +8,7 @@ import pytest
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
+from scheduler.rollmux.control import control_state
 from scheduler.rollmux.control import phase_service as service_module
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
@@ -234,6 +235,26 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
     second = _service(clock, path)
     _pass_time(second, clock, 11.0)
     assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
+
+
+def test_a_restart_under_another_clock_ends_no_phase_for_the_time_between(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock, path = VirtualClock(100.0), tmp_path / "state.sqlite"
+    first = _service(clock, path)
+    for job in ("a", "b"):
+        first.register(Register(terms=terms(job, max_s=900.0)))
+        _enter(first, job)
+    first.close()
+    monkeypatch.setattr(control_state, "monotonic_origin", lambda: "another machine")
+    clock.advance_to(3e6)
+    second = _service(clock, path)
+    for _ in range(80):
+        _pass_time(second, clock, 1.0)
+        permit = second.beat(Beat(job=JobId("a"), epoch=Epoch(1)))
+        _enter(second, "b")
+    assert isinstance(permit, PermitSnapshot)
+    assert not permit.warned
 
 
 def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
