@@ -374,6 +374,7 @@ class ClusterPolicy:
         table = self.planner.table
         table.supply = self._supply()
         waiting = [one for one in self.placements.values() if one.stage is PlacementStage.QUEUED]
+        first = ""
         for placed in waiting[:_QUEUE_TRIES]:
             try:
                 effects = self.planner.place_job(
@@ -381,8 +382,10 @@ class ClusterPolicy:
                 )
             except Exhausted as error:
                 table.supply = dict.fromkeys(Pool, 0)
-                if placed.reason != str(error):
-                    placed.reason = str(error)
+                reason = f"job {first} waits longer for free nodes" if first else str(error)
+                first = first or placed.job
+                if placed.reason != reason:
+                    placed.reason = reason
                     self.unsaved.add(placed.job)
                     self._effects.append(QueueJob(job=placed.job, reason=placed.reason))
                 continue

@@ -353,6 +353,19 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
     assert asked.stage is PermitStage.NARROWING
 
 
+def test_a_full_disk_does_not_end_a_control_that_stood_still(tmp_path: Path, monkeypatch) -> None:
+    clock = VirtualClock()
+    service = _service(clock, tmp_path / "state.sqlite")
+    service.register(Register(terms=terms("a")))
+    keep = _fill_disk(monkeypatch)
+    with pytest.raises(Exhausted):
+        _enter(service, "a")
+    clock.advance_to(6.0)
+    service.tick()
+    monkeypatch.setattr(ControlState, "keep", keep)
+    assert isinstance(_enter(service, "a"), Granted)
+
+
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
     monkeypatch.setattr(service_module, "JOBS_MAX", 1)
     service = _service(VirtualClock())
