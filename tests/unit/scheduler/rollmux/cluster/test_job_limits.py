@@ -136,6 +136,18 @@ def test_a_restart_knows_the_nodes_whose_memory_has_a_job_s_state() -> None:
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
 
 
+def test_a_restart_goes_on_at_once_after_the_last_of_very_many_names() -> None:
+    policy, again = _policy(), ClusterPolicy(cluster(), NoPermits())
+    used = policy.placements[SYNCED.job].group
+    assert used is not None
+    kept = msgspec.json.encode(snapshot(policy)).replace(used.encode(), b"group-1000000000000")
+    restore(again, msgspec.json.decode(kept, type=ClusterRecord))
+    again.submit(submission("b", slo=1.0), now=1.0)
+    given = again.placements[submission("b").job].group
+    assert given is not None
+    assert int(given.removeprefix("group-")) > 10**12
+
+
 @pytest.mark.parametrize(("counts", "credit_s"), [(False, 60.0), (True, -140.0)])
 def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
     counts: bool, credit_s: float
