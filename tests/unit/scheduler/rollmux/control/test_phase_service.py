@@ -1,15 +1,19 @@
 """The phase service: restarts, pauses of its own, and a journal that replays."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import control_state
 from scheduler.rollmux.control import phase_service as service_module
+from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
@@ -18,7 +22,9 @@ from scheduler.rollmux.control.wire import (
     Ended,
     Granted,
     PermitSnapshot,
+    Reply,
     Waiting,
+    encoded_call,
 )
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -29,6 +35,7 @@ from scheduler.rollmux.permits.events import (
     Unloaded,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.rollmux.permits.permit_scenario import (
     CONFIG,
@@ -63,6 +70,21 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     assert _enter(service, "b") == Waiting(ahead=1)
     assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Accepted()
     assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_call_is_held_for_no_longer_than_a_third_of_the_lease() -> None:
+    clock = MonotonicClock()
+    service = PhaseService(PermitsConfig(lease_s=0.3), clock)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job)))
+    _enter(service, "a")
+    entry = Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1", wait_s=30.0)
+
+    async def reply() -> bytes:
+        async with asyncio.timeout(5.0):
+            return await AsyncPhaseApi(service, clock).call("enter", encoded_call(entry))
+
+    assert msgspec.json.decode(asyncio.run(reply()), type=Reply) == Waiting(ahead=1)
 
 
 def _leave_loaded(service: PhaseService) -> None:
