@@ -179,7 +179,7 @@ class PhaseRuntime:
         for effect in effects:
             match effect:
                 case GrantPermit(job=job):
-                    self.cluster.begin_phase(job)
+                    self.permits.allow_load(job, self.cluster.begin_phase(job))
                 case EndPermit(ended=PermitEndReason.DONE):
                     self.cluster.complete_phase(effect, self._curve(effect), now=now)
                 case EndPermit():
