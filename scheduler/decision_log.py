@@ -64,7 +64,8 @@ class DecisionLog:
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
     ) -> dict[str, Any] | None:
         """The snapshot with which the next file begins, if this decision filled the file or earlier
-        decisions are missing. None if it cannot be written: the decision counts as missing.
+        decisions are missing. None if it cannot be written: the decision counts as missing, and the
+        next try is a second later.
         """
         if self._path is None:
             return None
@@ -76,9 +77,13 @@ class DecisionLog:
                 self.missing, self.missing_total = 0, self.missing_total - 1
                 if not self._writer.full:
                     return None
+            # A snapshot of everything for each decision would cost more than the decisions.
+            if self.fault and now < self._look_at_s:
+                return None
             snapshot = self.policy.snapshot()
             self._begin(snapshot, now)
         except OSError as error:
+            self._look_at_s = now + _LOOK_S
             self._failed(error.strerror or str(error))
             return None
         return snapshot

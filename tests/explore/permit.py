@@ -94,7 +94,7 @@ class _Disk:
         self.counters = (0, 0)
         self.rows: dict[JobId, JobPermit] = {}
 
-    def keep(self, counters: Any, job_permits: Any, plan: object) -> None:
+    def keep(self, counters: Any, job_permits: Any, plan: object, now: float) -> None:
         self.counters = counters
         self.rows |= {job: self._row(permit) for job, permit in job_permits.items()}
 

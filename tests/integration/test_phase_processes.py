@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,6 +148,17 @@ def test_a_control_that_was_stopped_takes_no_permit_for_its_own_silence(
     job.process.send_signal(signal.SIGCONT)
     job.end()
     assert job.hears() == "ended"
+
+
+def test_a_control_that_ends_leaves_the_socket_of_the_one_that_replaced_it(
+    machine: Machine,
+) -> None:
+    control = machine.control()
+    machine.socket.unlink()
+    with closing(listening_socket(machine.socket)):
+        control.terminate()
+        control.wait(timeout=20.0)
+        assert machine.socket.exists()
 
 
 def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -> None:

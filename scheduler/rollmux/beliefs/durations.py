@@ -24,6 +24,8 @@ DRIFT_SURE: Final = 4.0
 """Standard deviations of a slope; of 1,200 jobs without drift three were ever taken to drift."""
 DRIFT_AHEAD: Final = 4.0
 """Observations by which a drifting mean is extrapolated: half of what a forecast runs."""
+ODD_RATIO_MAX: Final = 3.0
+"""Most that one phase counts, over the believed mean or the declared maximum."""
 DRIFT_RATIO_MAX: Final = 2.0
 """Most that a drift takes the mean up or down from the faded one."""
 
@@ -58,6 +60,11 @@ class PhaseEstimate:
         self.spread_s2 = self.spread_s2 * fading + gap_s * (solo_s - self.seen_s)
         self.ago_spread_s = self.ago_spread_s * fading + step * (solo_s - self.seen_s)
         self.count += 1
+
+    def believable(self, solo_s: float) -> float:
+        """The duration, or the most that one phase teaches and earns: a phase of hours among ones
+        of minutes would make forecasts useless for a day."""
+        return min(solo_s, ODD_RATIO_MAX * max(self.mean_s, self.max_s))
 
     def recall(self, phase: PhaseSpec) -> None:
         """Adds the declared measurements, if any: durations of their mean and variation; an odd

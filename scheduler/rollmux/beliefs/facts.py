@@ -102,10 +102,12 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         if kind is PhaseKind.SYNC and self.sync is None:
             self.sync = PhaseEstimate(solo_s)
             self.in_force = None
+        estimate = self.estimate(kind)
+        solo_s = estimate.believable(solo_s)
         if measured:
-            self.estimate(kind).observe(solo_s)
+            estimate.observe(solo_s)
         else:
-            solo_s = min(solo_s, self.estimate(kind).mean_s)
+            solo_s = min(solo_s, estimate.mean_s)
         self.account.solo_s += solo_s
         self.next_phase = self._after(kind)
         began_s = 0.0 if kind is PhaseKind.ROLLOUT else self.open_s
@@ -117,7 +119,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         """A phase that was ended before its end teaches where it was longer than believed."""
         estimate = self.estimate(kind)
         if at_least_s > estimate.mean_s:
-            estimate.observe(at_least_s)
+            estimate.observe(estimate.believable(at_least_s))
             self.in_force = None
 
     @property

@@ -38,6 +38,7 @@ from scheduler.rollmux.planner.group_effects import (
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.residency import Residency
 
+_LEAST_LOAD_S = 1e-3
 _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
 _MOST_WARM_RATIO = 8.0
@@ -110,7 +111,13 @@ class ClusterPolicy:
             placed = JobPlacement(spec=given, number=self.arrivals, submitted_s=now)
             self.placements[given.job] = placed
             self.unsaved.add(given.job)
-            self._admit(now)
+            try:
+                self._admit(now)
+            except Exception:
+                # A job that the planner fails on must not fail every later call too.
+                if placed.stage is PlacementStage.QUEUED:
+                    self.end_job(given.job, now=now)
+                raise
             return
         if placed.changed:
             placed.changed = False
@@ -124,10 +131,7 @@ class ClusterPolicy:
         placed = self.placements.get(job)
         if placed is not None and placed.arrived_s is not None:
             self.unsaved.add(job)
-            if self.move_s.observe(now - placed.arrived_s):
-                self.layout_changed = True
-                self.planner.set_move_s(self.move_s.in_force_s)
-            placed.arrived_s = None
+            placed.moving_s, placed.arrived_s = now - placed.arrived_s, None
         permit = self._permits.permit(job)
         if permit is not None and permit.holding:
             return
@@ -135,11 +139,15 @@ class ClusterPolicy:
         if placed is not None and leaves and kind is KINDS[0]:
             self._leave_old(placed, now)
 
-    def begin_phase(self, job: JobId) -> None:
+    def begin_phase(self, job: JobId) -> float:
+        """The time, in s, that its phase may take longer than declared because it loads."""
         placed = self.placements.get(job)
-        if placed is not None and not placed.started:
+        if placed is None:
+            return 0.0
+        if not placed.started:
             placed.started = True
             self.unsaved.add(job)
+        return max(self.config.cold_start_s, self.move_s.in_force_s) if placed.loads else 0.0
 
     def complete_phase(self, end: EndPermit, curve: tuple[Completion, ...], *, now: float) -> None:
         """`curve` is of the job's phases of this kind; empty: not enough of them were seen."""
@@ -148,12 +156,7 @@ class ClusterPolicy:
             return
         placed, facts = self.placements[job], self.planner.facts[job]
         self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
-        # A rollout may have moved its tail, too.
-        loaded = end.kind is PhaseKind.TRAINING and end.loading_s > 0.0
-        most_s = _MOST_WARM_RATIO * max(1.0, self.config.warm_start_s)
-        if loaded and self.warm_start_s.observe(min(end.loading_s, most_s)):
-            self.layout_changed = True
-            self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
+        self._learn_loading(placed, end)
         if curve:
             per_node = self.config.rollout.type.accelerators
             facts.learn_tail(curve, accelerators=per_node * placed.spec.phases[0].nodes)
@@ -165,6 +168,22 @@ class ClusterPolicy:
                 self._effects.append(self.order_move(placed))
         self.unsaved.add(job)
 
+    def _learn_loading(self, placed: JobPlacement, end: EndPermit) -> None:
+        """Loads of the first phases on new nodes are of the move; the others are warm starts."""
+        first = placed.loads > 0 and end.kind in KINDS
+        placed.loads -= first
+        if first and placed.moving_s is not None:
+            placed.moving_s += end.loading_s
+            if not placed.loads and self.move_s.observe(placed.moving_s):
+                self.layout_changed = True
+                self.planner.set_move_s(self.move_s.in_force_s)
+        # A rollout may have moved its tail, too; a state that was still loaded takes no time.
+        warm = not first and end.kind is PhaseKind.TRAINING and end.loading_s >= _LEAST_LOAD_S
+        most_s = _MOST_WARM_RATIO * max(1.0, self.config.warm_start_s)
+        if warm and self.warm_start_s.observe(min(end.loading_s, most_s)):
+            self.layout_changed = True
+            self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
+
     def lose_phase(self, end: EndPermit) -> None:
         """A permit ended and its phase is not done: the job goes back to its last checkpoint."""
         if end.job not in self.planner.facts:
@@ -174,6 +193,7 @@ class ClusterPolicy:
             facts.observe_cut(end.kind, end.solo_s)
             facts.belief()
         facts.lose_iteration()
+        self.placements[end.job].lose_loaded()
         self.unsaved.add(end.job)
 
     def end_job(self, job: JobId, *, now: float) -> None:
@@ -372,6 +392,7 @@ class ClusterPolicy:
         table = self.planner.table
         table.supply = self._supply()
         waiting = [one for one in self.placements.values() if one.stage is PlacementStage.QUEUED]
+        first = ""
         for placed in waiting[:_QUEUE_TRIES]:
             try:
                 effects = self.planner.place_job(
@@ -379,8 +400,10 @@ class ClusterPolicy:
                 )
             except Exhausted as error:
                 table.supply = dict.fromkeys(Pool, 0)
-                if placed.reason != str(error):
-                    placed.reason = str(error)
+                reason = f"job {first} waits longer for free nodes" if first else str(error)
+                first = first or placed.job
+                if placed.reason != reason:
+                    placed.reason = reason
                     self.unsaved.add(placed.job)
                     self._effects.append(QueueJob(job=placed.job, reason=placed.reason))
                 continue

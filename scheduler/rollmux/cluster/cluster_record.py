@@ -17,8 +17,6 @@ from scheduler.rollmux.cluster.job_placement import JobPlacement
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
 from scheduler.rollmux.planner.group_table import GroupState
 
-_NAMES_AT_ONCE = 1000
-
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     placed: JobPlacement
@@ -140,16 +138,8 @@ def _restore_groups(
             )
     for group in groups.values():
         packer.refresh(group)
-    _skip_names(policy, groups.values())
-
-
-def _skip_names(policy: ClusterPolicy, groups: Iterable[GroupState]) -> None:
-    """Advances the planner's counter past all names in force, so that none is given twice."""
-    last = max((_number(name) for group in groups for name in _names(group)), default=0)
-    while last > 0:
-        step = min(last, _NAMES_AT_ONCE)
-        policy.planner.table.fresh_nodes(Pool.ROLLOUT, step)
-        last -= step
+    names = (name for group in groups.values() for name in _names(group))
+    table.skip_names(max(map(_number, names), default=0))
 
 
 def _names(group: GroupState) -> tuple[str, ...]:

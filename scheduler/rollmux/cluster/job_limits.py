@@ -11,6 +11,7 @@ from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
 GB: Final = 10**9
 JOB_NODES_MAX: Final = 8
 """Nodes of one pool per job."""
+SECONDS_MIN: Final = 1e-3
 SECONDS_MAX: Final = 1e7
 BYTES_MAX: Final = 10**15
 SLO_MAX: Final = 100.0
@@ -74,10 +75,10 @@ def spec_fault(given: JobSpec) -> str:
     if not 0 <= given.host_bytes <= BYTES_MAX:
         return f"host_bytes is 0 to {BYTES_MAX}"
     for one in given.phases:
-        if not 0.0 < one.max_s <= SECONDS_MAX:
-            return f"{one.kind}: max_s is above 0 and at most {SECONDS_MAX:g}"
-        if one.mean_s is not None and not 0.0 < one.mean_s <= one.max_s:
-            return f"{one.kind}: mean_s is above 0 and at most max_s"
+        if not SECONDS_MIN <= one.max_s <= SECONDS_MAX:
+            return f"{one.kind}: max_s is {SECONDS_MIN:g} to {SECONDS_MAX:g}"
+        if one.mean_s is not None and not SECONDS_MIN <= one.mean_s <= one.max_s:
+            return f"{one.kind}: mean_s is {SECONDS_MIN:g} to max_s"
         if not 0.0 <= one.cv <= 1.0 or not 1 <= one.seen <= SEEN_MAX:
             return f"{one.kind}: cv is 0 to 1 and seen 1 to {SEEN_MAX}"
         if not _rises(one.curve) or (one.curve and one.kind is not PhaseKind.ROLLOUT):

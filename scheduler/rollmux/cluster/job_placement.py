@@ -1,11 +1,15 @@
 """One job in the cluster: its resident state, and its next placement."""
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId
 from scheduler.model import JobSpec, Placement
+
+FIRST_LOADS: Final = 2
+"""A rollout's and a training's."""
 
 
 class PlacementStage(StrEnum):
@@ -36,12 +40,19 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     """The job's process does not know its new nodes yet; it is notified before its next phase."""
     arrived_s: float | None = None
     """Time of its arrival on other nodes, until it requests a phase there."""
+    moving_s: float | None = None
+    """Duration of its last move so far, until each of its phases has run once on the new nodes."""
+    loads: int = FIRST_LOADS
+    """Phases to come that load their state from afar, after an arrival or a loss."""
     started: bool = False
     """Whether it ever had a permit: before that it has no state anywhere."""
     reason: str = ""
     """Reason for the present placement, the move or the wait."""
     iterations: int = 0
     moves: int = 0
+    has_process: bool = False
+    """Whether a process repeated its submission while it waited: it is gone once that stops. A job
+    that was submitted once stays in the queue."""
 
     @property
     def job(self) -> JobId:
@@ -58,3 +69,7 @@ class JobPlacement(msgspec.Struct, kw_only=True):
         self.at, self.group = self.to, self.to_group
         self.to = self.to_group = None
         self.notified = False
+        self.lose_loaded()
+
+    def lose_loaded(self) -> None:
+        self.loads, self.moving_s = FIRST_LOADS, None

@@ -14,7 +14,7 @@ from scheduler.model import Completion, PhaseKind
 from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (
@@ -30,6 +30,7 @@ from scheduler.rollmux.permits.events import (
     Refuse,
     Register,
     TimeElapsed,
+    Unloaded,
     Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit
@@ -117,6 +118,8 @@ class PhaseRuntime:
             case Register(terms=terms):
                 reason = "this control plans: submit the job, and it is placed"
                 self._effects.append(Refuse(job=terms.job, reason=reason))
+            case Withdraw(job=job) if self._queued(job) is not None:
+                self.cluster.end_job(job, now=now)
             case Enter():
                 self._request(event, now)
             case TimeElapsed():
@@ -176,7 +179,7 @@ class PhaseRuntime:
         for effect in effects:
             match effect:
                 case GrantPermit(job=job):
-                    self.cluster.begin_phase(job)
+                    self.permits.allow_load(job, self.cluster.begin_phase(job))
                 case EndPermit(ended=PermitEndReason.DONE):
                     self.cluster.complete_phase(effect, self._curve(effect), now=now)
                 case EndPermit():
@@ -206,19 +209,32 @@ class PhaseRuntime:
     def _record_call(self, event: RuntimeEvent, now: float) -> None:
         match event:
             case Submit(spec=given):
+                since_s = now - self._last_call_s.get(given.job, float("-inf"))
+                queued = self._queued(given.job)
+                if queued and not queued.has_process and since_s <= self.config.permits.lease_s:
+                    queued.has_process = True
+                    self.cluster.unsaved.add(given.job)
                 self._last_call_s[given.job] = now
-            case Enter() | Withdraw() | Beat() | Leave() if event.job in self.cluster.placements:
+            case Enter() | Withdraw() | Beat() | Leave() | Unloaded() if (
+                event.job in self.cluster.placements
+            ):
                 self._last_call_s[event.job] = now
             case ControlResumed():
                 self._last_call_s = dict.fromkeys(self.cluster.placements, now)
             case _:
                 pass
 
+    def _queued(self, job: JobId) -> JobPlacement | None:
+        placed = self.cluster.placements.get(job)
+        return placed if placed and placed.stage is PlacementStage.QUEUED else None
+
     def _silent(self, now: float) -> list[JobId]:
-        """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
-        placements = self.cluster.placements
-        on_nodes = [job for job in placements if placements[job].stage is not PlacementStage.QUEUED]
-        self._last_call_s = {job: self._last_call_s.get(job, now) for job in on_nodes}
-        return [
-            job for job in on_nodes if now - self._last_call_s[job] > self.config.cluster.gone_s
+        """Jobs that have been silent longer than `gone_s`; one that waits for a placement and never
+        repeated its submission may be silent."""
+        calling = [
+            job
+            for job, placed in self.cluster.placements.items()
+            if placed.has_process or placed.stage is not PlacementStage.QUEUED
         ]
+        self._last_call_s = {job: self._last_call_s.get(job, now) for job in calling}
+        return [job for job in calling if now - self._last_call_s[job] > self.config.cluster.gone_s]

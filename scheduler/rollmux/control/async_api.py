@@ -41,7 +41,9 @@ class AsyncPhaseApi:
             await asyncio.sleep(TICK_S)
 
     async def _awaited(self, entry: Enter, reply: Reply) -> Reply:
-        until_s = self._clock.now() + min(entry.wait_s, WAIT_MAX_S)
+        # A caller that is held for a lease counts as silent, and others pass it.
+        most_s = min(WAIT_MAX_S, self.service.config.lease_s / 3)
+        until_s = self._clock.now() + min(entry.wait_s, most_s)
         while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
             changed = self._changed
             try:

@@ -1,4 +1,5 @@
-"""Durable facts of the phase control in SQLite: each job's permit, numbers used, and the plan.
+"""Durable facts of the phase control in SQLite: each job's permit, numbers used, the plan, and the
+clock of all kept times.
 
 Written before an answer leaves, one row for each job that a decision changed. Synchronous to the
 disk: on Ray a holder may outlive the machine that the control ran on, and its epoch must not be
@@ -13,12 +14,15 @@ from typing import Any, Final
 
 import msgspec
 
+from harvester.contracts.clock import monotonic_origin
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, TenantId
 from harvester.platform.sqlite_file import open_database
 from scheduler.rollmux.permits.job_permit import JobPermit
 
-_NOTHING: Final[dict[str, bytes | None]] = {}
+_CLOCK: Final = "clock"
+_TIMES: Final = ("enqueued_s", "last_call_s", "started_s", "worked_at_s", "warned_s", "revoked_s")
+"""Time fields of a job's permit record."""
 _SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -28,6 +32,13 @@ CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, permit BLOB NOT NULL) STR
 CREATE TABLE IF NOT EXISTS owners (job TEXT PRIMARY KEY, tenant TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
 """
+
+
+class KeptClock(msgspec.Struct, frozen=True, kw_only=True):
+    """The clock of all kept times, and its last reading."""
+
+    origin: str
+    now_s: float
 
 
 class ControlState:
@@ -40,19 +51,36 @@ class ControlState:
         self._db = open_database(
             path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s, threads=True
         )
+        self._origin = monotonic_origin()
 
-    def snapshot(self) -> dict[str, Any] | None:
-        """The snapshot that the policy restores; None if no state was ever kept."""
+    def shift_s(self, *, now: float) -> float:
+        """Seconds to add to kept times; after a reboot, the time in between does not count."""
+        kept = self._db.execute("SELECT record FROM plan WHERE name = ?", (_CLOCK,)).fetchone()
+        if kept is None:
+            return 0.0
+        before = msgspec.json.decode(kept[0], type=KeptClock)
+        same = before.origin == self._origin and now >= before.now_s
+        return 0.0 if same else now - before.now_s
+
+    def snapshot(self, *, now: float) -> dict[str, Any] | None:
+        """The snapshot that the policy restores, in the times of this clock; None if no state was
+        ever kept."""
         counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
         if counters is None:
             return None
         rows = self._db.execute("SELECT permit FROM jobs ORDER BY job")
         jobs = [msgspec.json.decode(permit) for (permit,) in rows]
+        by_s = self.shift_s(now=now)
+        for job in jobs:
+            job |= {name: job[name] + by_s for name in _TIMES if job.get(name) is not None}
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 
     def plan(self) -> dict[str, bytes]:
         """Records of a planning control beside the permits, by name."""
-        return dict(self._db.execute("SELECT name, record FROM plan ORDER BY name"))
+        rows = self._db.execute(
+            "SELECT name, record FROM plan WHERE name != ? ORDER BY name", (_CLOCK,)
+        )
+        return dict(rows)
 
     def owners(self) -> dict[JobId, TenantId]:
         """Tenants of jobs; some of the jobs may be gone."""
@@ -68,9 +96,11 @@ class ControlState:
         self,
         counters: tuple[int, int],
         job_permits: Mapping[JobId, JobPermit | None],
-        plan: Mapping[str, bytes | None] = _NOTHING,
+        plan: Mapping[str, bytes | None],
+        now: float,
     ) -> None:
         """Writes all records or none; None deletes one. Raises Exhausted if the disk is full."""
+        clock = KeptClock(origin=self._origin, now_s=now)
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
             for job, permit in job_permits.items():
@@ -79,7 +109,7 @@ class ControlState:
                     continue
                 body = msgspec.json.encode(permit)
                 self._db.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (job, body))
-            for name, record in plan.items():
+            for name, record in {**plan, _CLOCK: msgspec.json.encode(clock)}.items():
                 if record is None:
                     self._db.execute("DELETE FROM plan WHERE name = ?", (name,))
                     continue

@@ -129,7 +129,7 @@ def start_control(
             None if cluster is None else msgspec.to_builtins(cluster),
         )
     )
-    return RayTransport(handle)
+    return RayTransport(handle, name)
 
 
 def connect(*, name: str = ACTOR) -> "RayTransport":
@@ -137,19 +137,24 @@ def connect(*, name: str = ACTOR) -> "RayTransport":
 
     Raises ControlUnreachable if no control was started.
     """
+    return RayTransport(_actor(name), name)
+
+
+def _actor(name: str) -> Any:
     import ray
 
     try:
-        return RayTransport(ray.get_actor(name, namespace=NAMESPACE))
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
         raise ControlUnreachable(f"no phase control {name!r} on this Ray cluster") from error
 
 
 class RayTransport:
-    """A transport."""
+    """A transport to the actor of this name; one that was started anew is another actor."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, name: str = ACTOR) -> None:
         self.handle = handle
+        self._name = name
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job. Raises as `call` does."""
@@ -176,7 +181,8 @@ class RayTransport:
         try:
             return ray.get(getattr(self.handle, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.ActorDiedError as error:
-            raise ControlUnreachable(f"the phase control has died: {error}") from error
+            self.handle = _actor(self._name)
+            raise Exhausted(f"{method}: the phase control has died: {error}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             # Restarting, or out of reach: from here the two look alike.
             raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

@@ -130,7 +130,14 @@ class PhaseClient:
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
-        self._place()
+        try:
+            self._place()
+        except ConfigError:
+            raise
+        except BaseException:
+            # Later jobs would wait behind one that has no process.
+            self._withdraw()
+            raise
         if self._gateway is not None:
             self._gateway.switch_off()
 
@@ -232,7 +239,8 @@ class PhaseClient:
             permit.check()
 
     def _withdraw(self) -> None:
-        """Withdraws the request; if the control cannot be reached, the lease expires."""
+        """Withdraws the request for a permit, or for a placement; if the control cannot be reached,
+        the lease expires, or `gone_s`."""
         with suppress(Exhausted, PeerProtocolError):
             self._transport.call(Withdraw(job=self.job, holder=self._holder))
 

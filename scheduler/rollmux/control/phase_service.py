@@ -195,8 +195,11 @@ class PhaseService:
         if permit.loaded_by != report.holder:
             holds = permit.holding and permit.holder == report.holder
             return Accepted() if holds else Ended(reason="its process counts as gone")
-        self._loaded_seen_s[report.job] = self._clock.now()
-        if report.nodes:
+        now, lease_s = self._clock.now(), self.config.lease_s
+        seen_s = self._loaded_seen_s.get(report.job, float("-inf"))
+        self._loaded_seen_s[report.job] = now
+        # The policy learns once in a lease that the process lives.
+        if report.nodes or now // lease_s > seen_s // lease_s:
             self._observe(report)
         return Accepted(unload=permit.unload)
 
@@ -215,7 +218,8 @@ class PhaseService:
         now = self._clock.now()
         if now - self._ticked_s > self.config.lease_s / 2:
             self._loaded_seen_s.clear()
-            self._observe(ControlResumed())
+            with suppress(Exhausted):
+                self._observe(ControlResumed())
         self._ticked_s = now
         if (snapshot := self._log.look(now=now)) is not None:
             self._begin_anew(snapshot)
@@ -296,7 +300,7 @@ class PhaseService:
         plan = self._plan_records()
         if self._unsaved or plan:
             job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
-            self.state.keep(self._policy.counters, job_permits, plan)
+            self.state.keep(self._policy.counters, job_permits, plan, self._clock.now())
             self._unsaved.clear()
             self._plan_kept()
             self.on_change()
@@ -308,7 +312,7 @@ class PhaseService:
         """The policy's kept state, in the times of this clock; None without a kept state."""
         if self.state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
-        return self.state.snapshot()
+        return self.state.snapshot(now=self._clock.now())
 
     def _plan_records(self) -> dict[str, bytes | None]:
         """Records of the plan that belong to the same decision."""

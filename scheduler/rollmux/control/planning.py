@@ -1,8 +1,8 @@
 """The phase service of a control that plans: jobs are submitted, and their permits follow the plan.
 
 Decides nothing itself: the runtime does. The service keeps permits and plan in one
-transaction, so that a phase is learned from once, whenever the control ends: one record per job,
-one for the layout, one for the clock of all kept times.
+transaction, so that a phase is learned from once, whenever the control ends: one record per job
+and one for the layout.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from harvester.contracts.clock import Clock, monotonic_origin
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
@@ -50,18 +50,8 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 
 _RETRY_S: Final = 0.5
 _LAYOUT: Final = "layout"
-_CLOCK: Final = "clock"
 _JOB: Final = "job/"
-_TIMES: Final = ("enqueued_s", "last_call_s", "started_s", "worked_at_s", "warned_s", "revoked_s")
-"""Time fields of a job's permit record."""
 _PLANS: Final = "this control plans: submit the job, and it is placed"
-
-
-class KeptClock(msgspec.Struct, frozen=True, kw_only=True):
-    """The clock of all kept times, and its last reading."""
-
-    origin: str
-    now_s: float
 
 
 class PlanningService(PhaseService):
@@ -182,7 +172,8 @@ class PlanningService(PhaseService):
         return PhaseRuntime(self._settings)
 
     def _kept(self) -> dict[str, Any] | None:
-        permits, plan = self.state.snapshot(), self.state.plan()
+        now = self._clock.now()
+        permits, plan = self.state.snapshot(now=now), self.state.plan()
         if permits is None and not plan:
             return None
         permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}
@@ -192,8 +183,7 @@ class PlanningService(PhaseService):
                 f"jobs of the state file were placed by hand, {unknown[0]} among them: "
                 "start without nodes, or with another state file"
             )
-        by_s = _shift_s(plan, self._kept_clock())
-        return {"permits": _shifted(permits, by_s), "plan": _kept_memory(plan, by_s=by_s)}
+        return {"permits": permits, "plan": _kept_memory(plan, by_s=self.state.shift_s(now=now))}
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         before = self.cluster
@@ -202,48 +192,22 @@ class PlanningService(PhaseService):
         self.cluster.layout_changed |= before.layout_changed
 
     def _plan_records(self) -> dict[str, bytes | None]:
-        return _changed_records(self.cluster, self._kept_clock())
+        return _changed_records(self.cluster)
 
     def _plan_kept(self) -> None:
         self.cluster.unsaved.clear()
         self.cluster.layout_changed = False
 
-    def _kept_clock(self) -> KeptClock:
-        return KeptClock(origin=monotonic_origin(), now_s=self._clock.now())
 
-
-def _changed_records(policy: ClusterPolicy, clock: KeptClock) -> dict[str, bytes | None]:
+def _changed_records(policy: ClusterPolicy) -> dict[str, bytes | None]:
     """Records to write, None for removed ones; empty if nothing has changed."""
-    if not policy.unsaved and not policy.layout_changed:
-        return {}
-    records: dict[str, bytes | None] = {_CLOCK: msgspec.json.encode(clock)}
+    records: dict[str, bytes | None] = {}
     for job in sorted(policy.unsaved):
         record = job_record(policy, job)
         records[_JOB + job] = None if record is None else msgspec.json.encode(record)
     if policy.layout_changed:
         records[_LAYOUT] = msgspec.json.encode(layout(policy))
     return records
-
-
-def _shift_s(kept: dict[str, bytes], clock: KeptClock) -> float:
-    """Seconds to add to kept times; after a reboot, the time in between does not count."""
-    if _CLOCK not in kept:
-        return 0.0
-    before = msgspec.json.decode(kept[_CLOCK], type=KeptClock)
-    same = before.origin == clock.origin and clock.now_s >= before.now_s
-    return 0.0 if same else clock.now_s - before.now_s
-
-
-def _shifted(snapshot: dict[str, Any], by_s: float) -> dict[str, Any]:
-    """The permit policy's snapshot with its times shifted by `by_s`."""
-    jobs = [
-        {
-            name: value + by_s if name in _TIMES and value is not None else value
-            for name, value in job.items()
-        }
-        for job in snapshot["jobs"]
-    ]
-    return {**snapshot, "jobs": jobs}
 
 
 def _kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:

@@ -181,6 +181,7 @@ async def serve(
     clock, known = MonotonicClock(), Tenants.load(tenants)
     compile_for(cluster)
     listening = listening_socket(path, group=group)
+    own_file = _file_at(path)
     service = make_service(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
@@ -195,4 +196,16 @@ async def serve(
                 await run_until(stop, api.tick())
     finally:
         service.close()
-        path.unlink(missing_ok=True)
+        # A control that was started meanwhile has bound a socket of its own there.
+        if _file_at(path) == own_file:
+            path.unlink(missing_ok=True)
+
+
+def _file_at(path: Path) -> tuple[int, int, int] | None:
+    """Identity of a file. Numbers of inodes are given again: its time tells two of one number
+    apart."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns

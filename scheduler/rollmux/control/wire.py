@@ -31,7 +31,7 @@ from scheduler.rollmux.permits.events import Enter, Register, Unloaded, Withdraw
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
 WAIT_MAX_S: Final = 30.0
-"""Longest time for which a call is held open."""
+"""Longest time for which a call is held open, where a third of the lease is no shorter."""
 
 
 class ControlUnreachable(Exhausted):

@@ -22,6 +22,8 @@ ROWS: Final = 48
 _JOBS_MAX: Final = 16
 ROUNDING: Final = 1e-9
 """A slow-down that exceeds an SLO by less does not."""
+ITERATIONS_RATIO_MAX: Final = 1e4
+"""Longest over shortest iteration of a forecast group: the shortest one sets how much is run."""
 _SURELY: Final = 1e-6
 """Above any rounding: nothing is refused early that would be admitted."""
 
@@ -118,6 +120,12 @@ def _live(
 
 
 @compiled
+def _too_uneven(jobs: Records) -> bool:
+    iterations_s = jobs["rollout_mean_s"] + jobs["training_mean_s"] + jobs["sync_s"]
+    return bool(iterations_s.max() > ITERATIONS_RATIO_MAX * iterations_s.min())
+
+
+@compiled
 def slowdown_table(
     template: Records,
     nodes: Records,
@@ -126,8 +134,11 @@ def slowdown_table(
     rules: Rules,
     log: Records,
 ) -> Records:
-    """Elapsed over solo time of every job, `[scenario, job]`."""
-    found = np.zeros((horizon.scenarios, template.size))
+    """Elapsed over solo time of every job, `[scenario, job]`; beyond any SLO where the jobs are too
+    uneven to be run."""
+    found = np.full((horizon.scenarios, template.size), ITERATIONS_RATIO_MAX)
+    if _too_uneven(template):
+        return found
     doubt = 0.0 if horizon.scenarios == 1 else 1.0
     warm_up, cycles = horizon.warm_up, horizon.cycles
     for at in range(horizon.scenarios):
@@ -180,6 +191,8 @@ def keeps(
 
     A job with an SLO below 1 may share no node, and keeps it then.
     """
+    if _too_uneven(template):
+        return False
     count, scenarios = template.size, horizon.scenarios
     slos = np.maximum(template["slo"], 1.0)
     for k in range(count):

@@ -100,6 +100,8 @@ class JobPermit(msgspec.Struct, kw_only=True):
     worked_s: float = 0.0
     """Duration of the phase's work until `worked_at_s`, alone and with loading, in s."""
     worked_at_s: float = 0.0
+    load_s: float = 0.0
+    """Time of the running phase that loading may take beyond its bound."""
     complete_ratio: float = 0.0
     course: Course | None = None
     """Progress of the running phase; None if a part was not observed."""

@@ -85,6 +85,10 @@ class PermitPolicy:
         """The job's record; read-only for callers."""
         return self._table.jobs.get(job)
 
+    def allow_load(self, job: JobId, seconds: float) -> None:
+        """The running phase of the job may exceed its bound by that time."""
+        self._table.jobs[job].load_s = seconds
+
     def on(self, node: NodeId) -> JobId | None:
         return self._table.on(node)
 

@@ -51,7 +51,7 @@ def bound_s(permit: JobPermit) -> float:
     phase = permit.phase
     if phase is None or phase.max_s is None:
         return float("inf")
-    return permit.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
+    return permit.load_s + permit.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
 
 
 def deadlines_s(permit: JobPermit, config: PermitsConfig) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ from scheduler.rollmux.cluster.job_limits import (
     GB,
     JOB_NODES_MAX,
     SECONDS_MAX,
+    SECONDS_MIN,
     SEEN_MAX,
     SLO_MAX,
 )
@@ -38,7 +39,7 @@ POOL_NODES_MAX: Final = 10_000
 HOST_GB_MAX: Final = BYTES_MAX / GB
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
+Seconds = Annotated[float, Field(ge=SECONDS_MIN, le=SECONDS_MAX)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -90,6 +90,10 @@ class GroupTable:
         self._named += 1
         return GroupState(GroupId(f"group-{self._named}"))
 
+    def skip_names(self, last: int) -> None:
+        """No name with a number up to `last` is given again."""
+        self._named = max(self._named, last)
+
     def fresh_nodes(self, pool: Pool, count: int) -> tuple[NodeId, ...]:
         """New node names; the nodes are up once a job is pinned to them."""
         self._named += count

@@ -95,7 +95,7 @@ class GroupPlanner:
         self.facts[job.job] = facts
         try:
             opening = self.choose(job.job)
-        except Exhausted:
+        except Exception:
             del self.facts[job.job]
             raise
         up = self.table.pin(opening.placement, opening.group, job.host_bytes)

@@ -48,7 +48,8 @@ class Regroup:
 
     def forget(self) -> None:
         """Drops all results after forecasts have changed."""
-        self.search.verdicts.clear()
+        self.search.forget()
+        self.floor = PriceFloor(self.search)
         self._seen.clear()
         self._spares.clear()
         self._idle = None

@@ -64,6 +64,31 @@ def test_decisions_on_a_full_disk_are_counted_logged_once_and_gone_on_from(
     assert replay_journal(decisions.path).difference is None
 
 
+class Snapshots:
+    NAME = "scheduler.policy.snapshots"
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def snapshot(self) -> dict[str, int]:
+        self.taken += 1
+        return {}
+
+
+def test_decisions_on_a_full_disk_take_one_snapshot_a_second(
+    tmp_path: Path, disk: type[SmallDisk]
+) -> None:
+    policy = Snapshots()
+    log = DecisionLog(tmp_path, policy, {}, max_bytes=1 << 20, now=0.0)
+    disk.room_bytes = 0
+    sample = VersionPublished(job=JobId("j"), store="s", version=WeightVersion(1))
+    for at in range(300):
+        log.decided(now=1.0 + 0.01 * at, sample=sample, effects=())
+    assert log.missing == 300
+    assert policy.taken <= 3
+    log.close()
+
+
 def test_a_log_begins_on_a_full_disk_and_is_written_once_there_is_room(
     tmp_path: Path, disk: type[SmallDisk]
 ) -> None:

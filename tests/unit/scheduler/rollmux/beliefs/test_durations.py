@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.durations import PhaseEstimate
+from scheduler.rollmux.beliefs.facts import JobFacts
+from tests.unit.scheduler.rollmux.planner.planned_jobs import planned_job
 
 
 def _seen(max_s: float, *durations_s: float) -> PhaseEstimate:
@@ -71,3 +74,21 @@ def test_a_drift_is_doubted_more_than_a_mean_and_never_takes_it_past_twice_or_ha
     assert rising.drift_s > 0.0
     assert rising.mean_spread_s > 1.5 * steady.mean_spread_s
     assert falling.mean_s >= falling.seen_s / 2
+
+
+def test_one_phase_of_hours_among_ones_of_minutes_teaches_and_earns_little() -> None:
+    facts = JobFacts.of(planned_job("a", 300.0, 300.0), cold_start_s=0.0, now=0.0)
+    for _ in range(40):
+        facts.observe(PhaseKind.ROLLOUT, 300.0)
+        facts.observe(PhaseKind.TRAINING, 300.0)
+    earned_s = facts.account.solo_s
+    facts.observe(PhaseKind.ROLLOUT, 18_000.0)
+    facts.observe_cut(PhaseKind.TRAINING, 18_000.0)
+    assert facts.account.solo_s - earned_s == pytest.approx(3 * 300.0 / 0.8)
+    for belief in (facts.rollout, facts.training):
+        assert belief.mean_s < 350.0
+        assert belief.cv < 0.6
+    declared_too_short = JobFacts.of(planned_job("b", 10.0, 10.0), cold_start_s=0.0, now=0.0)
+    for _ in range(8):
+        declared_too_short.observe(PhaseKind.ROLLOUT, 100.0)
+    assert declared_too_short.rollout.mean_s > 80.0

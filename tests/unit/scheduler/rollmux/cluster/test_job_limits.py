@@ -5,10 +5,14 @@ import pytest
 
 from harvester.contracts.ids import Epoch
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.job_limits import permit_terms, spec_fault
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
 
@@ -32,10 +36,12 @@ SYNCED = _declared(ROLLOUT, TRAINING, SYNC)
         (_declared(ROLLOUT, SYNC, TRAINING), "then a sync or none"),
         (_declared(ROLLOUT, TRAINING, SYNC, SYNC), "then a sync or none"),
         (_declared(ROLLOUT, TRAINING, SYNC, nodes=1), "sync: holds no node"),
-        (_declared(ROLLOUT, TRAINING, SYNC, mean_s=5.0), "sync: mean_s is above 0"),
+        (_declared(ROLLOUT, TRAINING, SYNC, mean_s=5.0), "sync: mean_s is 0.001 to max_s"),
+        (submission("a", 1e-9, 1e-9), "rollout: max_s is 0.001 to"),
+        (_declared(ROLLOUT, TRAINING, SYNC, mean_s=1e-170), "sync: mean_s is 0.001 to max_s"),
     ],
 )
-def test_a_sync_follows_the_training_and_holds_no_node(given: JobSpec, said: str) -> None:
+def test_a_sync_follows_the_training_and_no_phase_is_too_short(given: JobSpec, said: str) -> None:
     assert said in spec_fault(given)
     assert bool(said) == bool(spec_fault(given))
 
@@ -130,6 +136,18 @@ def test_a_restart_knows_the_nodes_whose_memory_has_a_job_s_state() -> None:
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
 
 
+def test_a_restart_goes_on_at_once_after_the_last_of_very_many_names() -> None:
+    policy, again = _policy(), ClusterPolicy(cluster(), NoPermits())
+    used = policy.placements[SYNCED.job].group
+    assert used is not None
+    kept = msgspec.json.encode(snapshot(policy)).replace(used.encode(), b"group-1000000000000")
+    restore(again, msgspec.json.decode(kept, type=ClusterRecord))
+    again.submit(submission("b", slo=1.0), now=1.0)
+    given = again.placements[submission("b").job].group
+    assert given is not None
+    assert int(given.removeprefix("group-")) > 10**12
+
+
 @pytest.mark.parametrize(("counts", "credit_s"), [(False, 60.0), (True, -140.0)])
 def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
     counts: bool, credit_s: float
@@ -143,3 +161,24 @@ def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
     policy.end_job(first.job, now=300.0)
     assert policy.planner.facts[late.job].account.credit_s(300.0) == credit_s
     assert policy.planner.facts[late.job].seen_s == 340.0
+
+
+class _Failing(Judge):
+    """Fails on one job, as on a number that no limit foresaw."""
+
+    def belief(self, facts: JobFacts) -> Belief:
+        if facts.spec.job == "odd":
+            raise ZeroDivisionError
+        return facts.belief()
+
+
+def test_a_job_that_the_planner_fails_on_is_no_job_and_fails_no_other() -> None:
+    config = cluster()
+    planner = GroupPlanner(_Failing(), config.types, config.planner)
+    policy = ClusterPolicy(config, NoPermits(), planner)
+    with pytest.raises(ZeroDivisionError):
+        policy.submit(submission("odd"), now=0.0)
+    assert not policy.placements
+    assert not planner.facts
+    policy.submit(submission("a"), now=1.0)
+    assert policy.placements[submission("a").job].at is not None

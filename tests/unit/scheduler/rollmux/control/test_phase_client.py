@@ -14,9 +14,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import Epoch, JobId
-from scheduler.rollmux.cluster.runtime_events import (
-    Call,
-)
+from scheduler.rollmux.cluster.runtime_events import Call, Submit
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_client import PhaseClient, install, phase
@@ -28,6 +26,7 @@ from scheduler.rollmux.control.wire import (
     Granted,
     Reply,
     Transport,
+    Waiting,
 )
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -35,9 +34,11 @@ from scheduler.rollmux.permits.events import (
     Leave,
     Register,
     Unloaded,
+    Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.rollmux.cluster.submissions import submission
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 from tests.virtual_clock import VirtualClock
@@ -88,6 +89,25 @@ def test_a_job_without_a_control_says_that_it_waits_and_for_what(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("job a waits for a phase control: no phase control at")
     assert line.endswith("none.sock: No such file or directory")
+
+
+class Full(Transport):
+    """A control that plans and has no node free."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def call(self, message: Call) -> Reply:
+        self.calls.append(message)
+        return Waiting(ahead=0, reason="needs 1 h20") if isinstance(message, Submit) else Accepted()
+
+
+def test_a_job_that_gives_up_its_wait_for_a_placement_leaves_the_queue() -> None:
+    control = Full()
+    with pytest.raises(Exhausted, match="needs 1 h20"):
+        PhaseClient(control, submission("a"), timeout_s=0.1)
+    assert isinstance(control.calls[-1], Withdraw)
+    assert not any(isinstance(one, Withdraw) for one in control.calls[:-1])
 
 
 class Leaving(Transport):

@@ -1,14 +1,19 @@
 """The phase service: restarts, pauses of its own, and a journal that replays."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
+from scheduler.rollmux.control import control_state
 from scheduler.rollmux.control import phase_service as service_module
+from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
@@ -17,7 +22,9 @@ from scheduler.rollmux.control.wire import (
     Ended,
     Granted,
     PermitSnapshot,
+    Reply,
     Waiting,
+    encoded_call,
 )
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -28,6 +35,7 @@ from scheduler.rollmux.permits.events import (
     Unloaded,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.rollmux.permits.permit_scenario import (
     CONFIG,
@@ -62,6 +70,21 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     assert _enter(service, "b") == Waiting(ahead=1)
     assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Accepted()
     assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_call_is_held_for_no_longer_than_a_third_of_the_lease() -> None:
+    clock = MonotonicClock()
+    service = PhaseService(PermitsConfig(lease_s=0.3), clock)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job)))
+    _enter(service, "a")
+    entry = Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1", wait_s=30.0)
+
+    async def reply() -> bytes:
+        async with asyncio.timeout(5.0):
+            return await AsyncPhaseApi(service, clock).call("enter", encoded_call(entry))
+
+    assert msgspec.json.decode(asyncio.run(reply()), type=Reply) == Waiting(ahead=1)
 
 
 def _leave_loaded(service: PhaseService) -> None:
@@ -236,6 +259,26 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
     assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
 
 
+def test_a_restart_under_another_clock_ends_no_phase_for_the_time_between(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock, path = VirtualClock(100.0), tmp_path / "state.sqlite"
+    first = _service(clock, path)
+    for job in ("a", "b"):
+        first.register(Register(terms=terms(job, max_s=900.0)))
+        _enter(first, job)
+    first.close()
+    monkeypatch.setattr(control_state, "monotonic_origin", lambda: "another machine")
+    clock.advance_to(3e6)
+    second = _service(clock, path)
+    for _ in range(80):
+        _pass_time(second, clock, 1.0)
+        permit = second.beat(Beat(job=JobId("a"), epoch=Epoch(1)))
+        _enter(second, "b")
+    assert isinstance(permit, PermitSnapshot)
+    assert not permit.warned
+
+
 def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
     clock = VirtualClock()
     service = _service(clock)
@@ -330,6 +373,19 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
     asked = service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
     assert isinstance(asked, PermitSnapshot)
     assert asked.stage is PermitStage.NARROWING
+
+
+def test_a_full_disk_does_not_end_a_control_that_stood_still(tmp_path: Path, monkeypatch) -> None:
+    clock = VirtualClock()
+    service = _service(clock, tmp_path / "state.sqlite")
+    service.register(Register(terms=terms("a")))
+    keep = _fill_disk(monkeypatch)
+    with pytest.raises(Exhausted):
+        _enter(service, "a")
+    clock.advance_to(6.0)
+    service.tick()
+    monkeypatch.setattr(ControlState, "keep", keep)
+    assert isinstance(_enter(service, "a"), Granted)
 
 
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:

@@ -30,6 +30,8 @@ from scheduler.rollmux.permits.events import (
     Forget,
     Leave,
     Register,
+    Unloaded,
+    Withdraw,
 )
 from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
@@ -112,8 +114,7 @@ def test_the_first_waiting_job_gets_the_free_node_and_others_may_share_meanwhile
     )
     assert isinstance(wide, Waiting)
     # A node is free for it, but not while another waits longer for nodes.
-    assert isinstance(narrow, Waiting)
-    assert narrow.ahead == 1
+    assert narrow == Waiting(ahead=1, reason="job wide waits longer for free nodes")
     assert isinstance(third, Placed)
     control.service.call(Forget(job=JobId("a")))
     control.service.call(Forget(job=JobId("shares")))
@@ -354,6 +355,36 @@ def test_a_silent_placed_job_gives_its_nodes_back() -> None:
     control.pass_time(420.0)
     assert JobId("a") not in control.service.cluster.placements
     assert control.at("b") == (names("r0"), names("t0"))
+
+
+def test_a_queued_job_whose_process_is_gone_leaves_the_queue() -> None:
+    control = Control(cluster("r0", "t0", gone_s=300.0))
+    control.submit(submission("a", slo=1.0))
+    queued = {name: submission(name, slo=1.0) for name in ("by-hand", "ghost", "cancelled")}
+    control.submit(*queued.values())
+    for _ in range(3):
+        control.pass_time(1.0)
+        control.submit(queued["ghost"], queued["cancelled"])
+    control.service.call(Withdraw(job=JobId("cancelled"), holder="cancelled.1"))
+    assert JobId("cancelled") not in control.service.cluster.placements
+    for _ in range(6):
+        control.enter("a")
+        control.pass_time(60.0, beats="a")
+        control.leave("a")
+    assert set(control.service.cluster.placements) == {"a", "by-hand"}
+
+
+def test_a_process_that_asks_what_to_unload_is_no_silent_one() -> None:
+    control = Control(cluster("r0", "t0", gone_s=100.0))
+    control.submit(submission("a", slo=1.0))
+    control.runs("a")
+    permit = control.service.policy.permit(JobId("a"))
+    assert permit is not None
+    control.service.call(Leave(job=JobId("a"), epoch=permit.epoch, stays_loaded=True))
+    for _ in range(60):
+        control.pass_time(4.0)
+        control.service.call(Unloaded(job=JobId("a"), holder="a.1"))
+    assert control.at("a")
 
 
 def test_a_restart_in_the_middle_of_a_phase_loses_and_repeats_nothing(tmp_path: Path) -> None:

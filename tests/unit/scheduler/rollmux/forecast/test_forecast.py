@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
-from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
 from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, least_bound, upper_bound
+from tests.unit.scheduler.rollmux.forecast.stage_jobs import occupant
 
 HORIZON = Horizon()
 occupants = st.builds(
@@ -63,3 +64,16 @@ def test_the_bound_after_some_scenarios_never_exceeds_that_after_all(
 def test_the_bound_after_some_scenarios_is_reached_when_the_others_are_as_alone() -> None:
     whole = upper_bound(np.array([1.5, 1.0, 1.0, 1.0])[:, None], 0.67)[0]
     assert least_bound(np.array([1.5]), 4, 0.67) == pytest.approx(whole)
+
+
+def test_jobs_of_too_unlike_iterations_share_no_group_and_are_not_run() -> None:
+    """The short job would rarely wait; its iterations, run over the long one's, take too long."""
+    judge, short = Judge().with_warm_start(0.0), occupant(0.6, 0.4, slo=100.0)
+    long = occupant(1.0, 2e4, slo=100.0, training=4)
+    longer = long._replace(belief=long.belief._replace(training_s=1e10))
+    assert judge.admits(Roster.of([short, long._replace(belief=short.belief)]))
+    for other in (long, longer):
+        roster = Roster.of([short, other])
+        assert not judge.admits(roster)
+        assert min(judge.bounds(roster)) > 100.0
+    assert judge.admits(Roster.of([longer]))

@@ -216,3 +216,13 @@ def _tally(
                 assert {*placement.rollout_nodes, *placement.training_nodes} <= {*up}
             case AssignNodes():
                 pass
+
+
+def test_a_shorter_warm_start_lets_a_saving_be_found_that_was_refused_before() -> None:
+    planner = GroupPlanner(Judge().with_warm_start(400.0), TYPES)
+    for job in (planned_job("a", 400, 300), planned_job("b", 400, 300)):
+        planner.place_job(job, now=0.0)
+        _learn(planner, job, times=6, now=4200.0)
+    assert not any(planner.review(now=4300.0 + 60.0 * at) for at in range(3))
+    planner.set_warm_start_s(1.0)
+    assert any(moves(planner.review(now=4500.0 + 60.0 * at)) for at in range(3))
