@@ -137,8 +137,8 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`, or may be of another run than the version
-        `than` that was written here or is held; None after `wait_s`."""
+        """Waits for a version other than `than`, None after `wait_s`; returns at once if `than` may
+        be another run's by now."""
         is_other = than is not None and than == self._last_hash[0] and self._is_other_run(than)
         return self._store.newer(None if is_other else than, wait_s=wait_s)
 
@@ -209,9 +209,8 @@ class Receiver:
     def _was_replaced(
         self, version: WeightVersion, target: WeightVersion, known: str | None
     ) -> bool:
-        """Whether the version, of the stamp `known`, may not be what the store has under its
-        number. RoseMux's versions have a hash of the whole state. Another trainer's versions have a
-        stamp, which alone distinguishes its runs."""
+        """Whether the store's version under this number may differ from the one stamped `known`.
+        RoseMux's versions have a hash of the whole state; another trainer's have only a stamp."""
         with suppress(*_BROKEN):
             # A relay may have only the anchor, or a skip delta, of the target in an outage.
             here = (ref for ref in self._present if ref.version == target)
@@ -219,14 +218,14 @@ class Receiver:
             step = self.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
             if manifest.section is not None:
-                # Deltas to a later version tell by themselves: they lead to another state.
+                # A later version needs no look: deltas of another run fail their state hash.
                 written, state_hash = self._last_hash
                 is_other = written == version == target and state_hash != manifest.state_hash
                 return bool(known) or is_other
         try:
             found = self._store.manifest(VersionRef(Kind.WEIGHT, version))
         except Stale:
-            # An operator took it away: another run would have written its own.
+            # A missing version was pruned: another run would have written its own.
             return not known or target <= version
         except (Corrupt, Unsupported):
             return True
@@ -292,7 +291,7 @@ class Receiver:
                 raise Stale(f"version {plan.current} was not written here: plan again")
             uses = copy is not None and plan.steps[:1] == (copy.step,)
             keeps = self._copies and is_theirs and plan.current is None
-            # Memory of a copy would be taken between versions too.
+            # A kept copy must not hold staging memory between versions.
             in_memory = MemoryRoom(MIN_STAGING_BYTES) if keeps else room
             table = known.table if known else {}
             parts = self.parts(plan, held)

@@ -35,8 +35,8 @@ _PREEMPTING = ("idle-group", "idle")
 """Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
 _MOST_REQUESTS = 200
-"""Requests that are shown for a beat, by the shares of its counts: each costs time, and the counts
-are what a guest's page says."""
+"""Most observations of a beat in a histogram: each costs time, and a guest's page may state any
+count."""
 _ACCOUNTED = ("requests", "slo_misses", "unanswered_requests")
 _RECLAIM_OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = {
@@ -149,7 +149,7 @@ class SlotExposition:
         for decision, beats in self._decisions.items():
             self._count("admission_decisions", beats, *decision)
         self._decisions.clear()
-        # Before it is counted: what cannot be is not tried again.
+        # Updated before counting: counting that fails is not tried again.
         counted, self._counted = self._counted, policy.accounted
         for name, now, before in zip(_ACCOUNTED, self._counted, counted, strict=True):
             self._count(name, now - before)

@@ -126,8 +126,8 @@ class SlotPolicy:
 
     def resume(self, left: DurableState, *, now: float) -> None:
         """Begin with an earlier process's durable state; its times are in this process's clock.
-        Quiet at first: a process that dies again and again saves what it charges before it lends
-        again."""
+        Starts in cooldown, so that an agent that crashes in a loop saves its charges before it
+        lends."""
         guest = GuestState(
             losses_s=left.guest_losses_s,
             crashes_s=left.production_crashes_s,

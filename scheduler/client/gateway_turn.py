@@ -45,7 +45,7 @@ class GatewayTurn:
 
     @property
     def whole(self) -> bool:
-        """Whether the gateway may have the turn with all tokens that are here."""
+        """Whether the gateway's turn holds every token that this client has."""
         return self._known == len(self._turn.token_ids)
 
     @property

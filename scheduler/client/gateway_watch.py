@@ -82,7 +82,7 @@ class GatewayWatch:
         self.fault = ""
         """Why it has not, where it answers."""
         self._warned = False
-        """Whether the log has the present silence."""
+        """Whether this silence is logged already."""
         self._unanswered = ""
         """Why the last probe had no answer."""
         self.store = ""

@@ -106,8 +106,8 @@ class AsyncRolloutClient:
     trust besides the system's, and a client certificate; read again when they change. `fallback`:
     serve turns on the job's dedicated engines, as the gateway last listed them, while the gateway
     has not answered for `silence_s`; replies are then streamed, so that no received token is lost.
-    Without it turns wait for the gateway, and are requested again after a minute without an answer
-    of its `/healthz`, of which the log tells after `silence_s`. `engines`: the same files for those
+    Without it turns wait for the gateway: the log warns after `silence_s` without an answer of its
+    `/healthz`, and turns are sent again after a minute. `engines`: the same files for those
     engines, where they are behind engine proxies; a token for data is enough. `dedicated`: URLs of
     engines by name that hold the job's weights and no others, to fall back on while the gateway has
     never answered.

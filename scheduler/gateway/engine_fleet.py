@@ -88,7 +88,7 @@ class EngineFleet:
         lease: Lease | None = None,
         idle_ratio: float | None = None,
     ) -> Member:
-        """Known, and not up before its first good health check. A lease counts as one."""
+        """Adds an engine. It is up after its first good health check, a leased one at once."""
         member = Member(
             engine=engine,
             client=client,
@@ -244,8 +244,8 @@ class EngineFleet:
     def began(
         self, engine: EngineId, running: RunningAttempt, version: WeightVersion
     ) -> Member | None:
-        """The member that the attempt runs on, unless it went away or left the version since the
-        turn was placed: its tokens would be labelled with the version before."""
+        """Registers the attempt and returns its engine; None if the engine has left the fleet or
+        the version since the turn was placed."""
         member = self.members.get(engine)
         serves = self.policy.serves(engine, running.turn.job, version)
         if member is None or not (member.up and serves):
@@ -357,7 +357,7 @@ class EngineFleet:
                 self._end_clashes()
 
     def _other_run(self, member: Member, loaded: UpdateEngine) -> str:
-        """Why the weights are not the job's though the version's number is; "" if they may be."""
+        """Why the loaded weights belong to another run, although the number matches; "" if none."""
         known, held = self.policy.state_hash(loaded.job, loaded.version), member.client.state_hash
         if not known or held == known or not (held or loaded.state_hash):
             return ""

@@ -36,12 +36,12 @@ class Member:
     """The engine's last description; None before the first."""
     clashes: bool = False
     """Whether serving engines disagreed with its description, which then bounds no request until
-    the engine serves. The description of an engine that is only down still does."""
+    the engine serves."""
     is_described: bool = False
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
-    """Length at which it ended an unfinished turn, or below which it refused one that another
-    engine served, in tokens; 0: never."""
+    """Context that was seen, in tokens: where it ended an unfinished turn, or refused one that
+    another engine served; 0: never."""
     held_tokens: int = 0
     """The longest turn that it has made a token of, in tokens: its context is no shorter."""
     running: set[RunningAttempt] = field(default_factory=set)

@@ -135,7 +135,7 @@ async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 PRESSURE_STATUS, OPENAI_PRESSURE_STATUS = 429, 503
-"""Answers where more turns or bytes wait than may be held, on OpenAI's routes and on all others.
+"""Statuses of refusals for overload: 429 on every route but OpenAI's, where it is 503.
 
 TRL retries 503 and never 429, OpenAI's SDK both; slime, miles and AReaL retry any status, and
 SGLang's own gateway answers 429 when its queue is full.

@@ -62,9 +62,9 @@ class VersionSwitching:
     async def settled(
         self, target: JobVersion, *, timeout_s: float, patience_s: float = math.inf
     ) -> bool:
-        """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
-        which another store of the same number does too, or all that do not serve it cannot load it
-        after `patience_s`."""
+        """Waits until every dedicated engine serves `target`. False: `timeout_s` have passed,
+        another target (or another store of that number) replaced it, or after `patience_s` every
+        engine that does not serve it has failed to load it."""
         until_s = self._clock.now() + patience_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -61,7 +61,7 @@ longest and shortest turns by itself."""
 
 # Between two looks when turns queue up: an agent answers in a millisecond.
 _LEAST_PERIOD_S = 0.1
-# A look waits this long for answers; a later answer counts at a later look.
+# A look waits this long for agents; a later answer counts in the next look.
 _ANSWER_S = 0.25
 
 _Calls = dict[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]

@@ -194,9 +194,9 @@ class _TooLong(Interrupted):
 class Renderer:
     """`peers` gives the endpoints in order; a call goes on to the next where one does not answer.
 
-    A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks for
-    all of them, so that a renderer that is back is found at once and never stormed. A request that
-    is too long for the reachable renderers waits for a longer one.
+    A call whose renderers are away waits for them for `queue_s`. One waiting call probes for all,
+    so that a renderer that is back is found at once and is not flooded. A request that is too long
+    for the reachable renderers waits for one with a longer context.
     """
 
     def __init__(self, peers: Callable[[], list[RenderEndpoint]], times: Timeouts) -> None:
@@ -411,8 +411,8 @@ class StreamedText:
         self.least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
 
     def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
-        """A parser reads the whole request and prompt with each chunk, and its state then holds the
-        output; without one the first chunk's state is all that decoding needs."""
+        """With a parser each chunk needs the whole request and prompt, and the state holds the
+        output; without one only the first chunk needs the prompt."""
         field = self.dialect.request_field
         if self.dialect.many:
             # No parser reads a completion's text, and its request may have thousands of prompts.

@@ -344,7 +344,7 @@ def _reply(sent: _SGLangRequest, choice: Choice, turn: GenerateRequest, text: st
         meta["immovable"] = choice.immovable
     if choice.spans:
         start, end = choice.spans[0].version, choice.spans[-1].version
-        # The oldest: what filters by staleness must not see less of it than there is.
+        # The oldest version: a filter for stale samples must not underestimate their age.
         meta["weight_version"] = str(start)
         meta |= {"weight_version_start": start, "weight_version_end": end}
     if sent.top_p_ids and choice.sampling_mask is not None:

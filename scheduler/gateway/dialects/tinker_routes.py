@@ -206,7 +206,7 @@ async def _small_object(request: web.Request) -> Body:
 
 
 class _Promise:
-    """Samples under way, or their reply until it has not been asked for any more."""
+    """Running samples, then their reply until clients stop asking for it."""
 
     def __init__(
         self,

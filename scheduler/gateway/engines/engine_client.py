@@ -222,7 +222,8 @@ class EngineClient:
     async def _replying(
         self, body: dict[str, Any], epoch: Epoch | None
     ) -> AsyncIterator[StreamedReply]:
-        """The reply of the engine that is meant, while it comes. Raises as generate."""
+        """Sends the request and yields the reply of the engine that was given the version. Raises
+        as generate."""
         headers = {}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
@@ -233,14 +234,13 @@ class EngineClient:
             with closing(reply):
                 await self._check_identity(reply)
                 if reply.status != 200:
-                    # For people: as much of it as has come.
+                    # Only for the message: a part of the body will do.
                     message = message_of(await reply.read())
                     retry_after = reply.headers.get("retry-after", "")
                     raise refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
                 yield reply
         except ConnectionFailed as error:
             if error.errno == errno.EMFILE:
-                # The gateway's own want.
                 raise EngineBusy("the gateway has no descriptor left (ulimit -n)") from error
             raise EngineUnreachable(str(error.strerror), _left_by(error)) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
@@ -402,8 +402,8 @@ class EngineClient:
         return after.description, held
 
     async def _check_identity(self, reply: StreamedReply) -> None:
-        """A stock engine's process is asked for once its reply has begun: if the one that has the
-        port now had it when the version was applied, no other can have made the reply."""
+        """A stock engine's start time is read after its reply has begun: if it is unchanged since
+        the version was applied, the reply came from that process."""
         given = self.identity
         if not given:
             return
@@ -478,5 +478,5 @@ def _left_by(error: Exception) -> Change:
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:
-    # For people: as much of it as has come.
+    # Only for the message: a part of the body will do.
     return message_of(await response.content.read(4 * _MESSAGE_CHARS))[:_MESSAGE_CHARS]

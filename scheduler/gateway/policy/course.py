@@ -68,7 +68,7 @@ class TurnCourse:
     interruption: str = ""
     """Cause for which the latest attempt ended before its turn; empty if its job asked for that."""
     ended_short: tuple[EngineId, int] | None = None
-    """The engine that ended it with a `length` that was not believed, and at how many tokens."""
+    """Engine that reported `length` below its context, and the turn's length in tokens then."""
     too_short: set[EngineId] = field(default_factory=set)
     """Engines that refused it as too long for their context, which by their reports is longer."""
     _setbacks: int = 0

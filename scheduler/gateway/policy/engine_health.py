@@ -59,8 +59,8 @@ class ForeignUpdates:
 
 @dataclass(slots=True)
 class EngineLog:
-    """The log's lines about an engine: each join, loss and return at once, and of one that flaps a
-    few, then one a minute. A line that is left out is due until the log has the engine's state."""
+    """Log lines about one engine: each change of its state at once, for a flapping engine a few and
+    then one a minute. A line that is left out stays due until the log has the engine's state."""
 
     up: bool = False
     losses: int = 0

@@ -93,7 +93,7 @@ class PhaseEstimate:
         return slope_s if sure else 0.0
 
     def _cv2(self, drift_s: float) -> float:
-        """Squared, of a single phase around a mean that drifts so."""
+        """Squared coefficient of variation of one phase, around a mean with this drift."""
         seen_cv2 = max(0.0, self.spread_s2 - drift_s * self.ago_spread_s) / self.seen_s**2
         return (seen_cv2 + PRIOR_WEIGHT * PRIOR_CV**2) / (self.weight + PRIOR_WEIGHT)
 

@@ -47,7 +47,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         self.version = 0
-        """Names the belief in force, over all jobs; verdicts about a version stay true."""
+        """Version of the belief, unique over all jobs: a verdict about a version never expires."""
 
     @classmethod
     def of(

@@ -426,8 +426,8 @@ class ClusterPolicy:
         return permit is None or permit.stage is PermitStage.APART or permit.epoch == NO_EPOCH
 
     def _order(self, effect: ClusterEffect) -> int:
-        """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
-        one, nor about to leave itself."""
+        """Applies new terms before it removes a holder, so that no freed node goes to a job that is
+        on a lost one or about to leave."""
         match effect:
             case Removal(job=job):
                 permit = self._permits.permit(job)
@@ -437,7 +437,7 @@ class ClusterPolicy:
         return 0
 
     def _settle(self) -> None:
-        """Terms as they shall be now, where they may have changed."""
+        """Emits the present terms of every touched job whose terms have changed."""
         for job in sorted(self._touched):
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:
