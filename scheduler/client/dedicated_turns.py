@@ -99,7 +99,7 @@ class DedicatedTurns:
                 raise Interrupted(self._last_fault) from error
 
     async def _engine_for(self, turn: Turn) -> tuple[EngineId, _Adopted]:
-        """The first engine is chosen by the trajectory's hash; the others follow in a fixed order."""
+        """The trajectory's hash chooses the first engine; the others follow in a fixed order."""
         engines = list(self._watch.engines)
         first = xxhash.xxh3_64_intdigest(turn.trajectory.encode()) % max(1, len(engines))
         why = self._last_fault
