@@ -28,7 +28,7 @@ class SharedMemory:
         found: list[MemoryReading] = []
         with suppress(OSError, ValueError):
             for level in self._levels:
-                if (reading := _level(level)) is None:
+                if (reading := _reading(level)) is None:
                     return max(found, key=lambda one: one.used_ratio, default=MemoryReading())
                 found.append(reading)
         return MemoryReading()
@@ -44,7 +44,7 @@ class SharedMemory:
         return "" if bound else f"memory_group {self._levels[0]} never counts as full: {unlimited}"
 
 
-def _level(group: Path) -> MemoryReading | None:
+def _reading(group: Path) -> MemoryReading | None:
     """None above the highest group."""
     for used_name, limit_names, cache_name in _HIERARCHIES:
         try:
