@@ -20,15 +20,15 @@ class SharedMemory:
     hierarchy of Linux. Page cache that the kernel would drop by itself does not count as used."""
 
     def __init__(self, group: Path) -> None:
-        self._groups = (group, *group.parents)
+        self._levels = (group, *group.parents)
 
     def read(self) -> MemoryReading:
         """Use and limit in bytes of the fullest of the group and its ancestors, whose limits bind
         it too; no limit if unreadable: unknown is not free."""
         found: list[MemoryReading] = []
         with suppress(OSError, ValueError):
-            for each in self._groups:
-                if (reading := _reading(each)) is None:
+            for level in self._levels:
+                if (reading := _reading(level)) is None:
                     return max(found, key=lambda one: one.used_ratio, default=MemoryReading())
                 found.append(reading)
         return MemoryReading()
@@ -38,10 +38,10 @@ class SharedMemory:
         """Why the group warns of no shortage, or always does; "" if it has a limit."""
         limit_bytes = self.read().limit_bytes
         if limit_bytes == 0:
-            return f"memory_group {self._groups[0]} cannot be read: it counts as full"
+            return f"memory_group {self._levels[0]} cannot be read: it counts as full"
         unlimited = "neither it nor a group above it has memory.max or memory.high"
         bound = limit_bytes < _UNLIMITED
-        return "" if bound else f"memory_group {self._groups[0]} never counts as full: {unlimited}"
+        return "" if bound else f"memory_group {self._levels[0]} never counts as full: {unlimited}"
 
 
 def _reading(group: Path) -> MemoryReading | None:

@@ -32,6 +32,7 @@ from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
 from harvester.platform.mps import PIPE_VARIABLE
+from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"
@@ -214,6 +215,11 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             f"guests start one at a time on a GPU, by locks in {pages.parent}; do not restart "
             "production meanwhile. Nothing of this has run on a GPU"
         )
+        if is_under_idle(scheduling_group(os.getpid())):
+            notes.append(
+                "WARNING: this control group is idle: a starved thread of the guest may hold a "
+                "lock of the GPU's driver that production waits for. Install guest-gpu.conf"
+            )
     if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
         notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else changes on the host")

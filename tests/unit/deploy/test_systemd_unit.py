@@ -136,13 +136,15 @@ GUEST_UNIT = DEPLOY / "systemd" / "rosemux-guest@.service"
 
 
 GUEST_SLICE = DEPLOY / "systemd" / "rosemux.slice"
+GPU_SLICE = DEPLOY / "systemd" / "rosemuxgpu.slice"
 
 
 @needs_systemd
-@pytest.mark.parametrize("drop_in", [None, "guest-mps.conf"])
+@pytest.mark.parametrize("drop_in", [None, "guest-mps.conf", "guest-gpu.conf"])
 def test_systemd_understands_the_guest_s_unit(drop_in: str | None, tmp_path: Path) -> None:
     unit = tmp_path / GUEST_UNIT.name
-    shutil.copy(GUEST_SLICE, tmp_path)
+    for file in (GUEST_SLICE, GPU_SLICE):
+        shutil.copy(file, tmp_path)
     unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", GUEST_UNIT.read_text()))
     if drop_in is not None:
         (tmp_path / f"{GUEST_UNIT.name}.d").mkdir()
@@ -158,6 +160,13 @@ def test_guests_rank_below_everything_on_the_machine() -> None:
     assert "-" not in GUEST_SLICE.stem
     assert "CPUWeight=idle\n" in GUEST_SLICE.read_text()
     assert f"Slice={GUEST_SLICE.name}\n" in GUEST_UNIT.read_text()
+
+
+def test_no_thread_of_a_gpu_guest_is_starved() -> None:
+    assert "-" not in GPU_SLICE.stem
+    assert "CPUWeight=1\n" in GPU_SLICE.read_text()
+    drop_in = (DEPLOY / "systemd" / "guest-gpu.conf").read_text()
+    assert f"Slice={GPU_SLICE.name}\n" in drop_in
 
 
 def test_guest_and_agent_are_two_users_that_one_file_names() -> None:

@@ -131,6 +131,21 @@ def test_a_gpu_guest_without_consent_takes_turns_and_joins_no_daemon(
     assert "production needs" not in shown
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_gpu_guest_in_an_idle_group_is_warned_of(
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    idle: bool,
+) -> None:
+    driver("GPU-1, Default\\n")
+    monkeypatch.setattr("harvester.cli.guest.is_under_idle", lambda group: idle)
+    code, shown = said(write(), capsys)
+    assert code == 0
+    assert ("WARNING: this control group is idle" in shown) is idle
+
+
 def test_engines_get_the_users_of_trusted_pages(
     tmp_path: Path,
     write: Write,
