@@ -122,7 +122,10 @@ class ClusterPolicy:
         if placed.changed:
             placed.changed = False
             self.unsaved.add(given.job)
-        if placed.stage is PlacementStage.MOVING and (placed.notified or self._is_apart(placed)):
+        permit = self._permits.permit(given.job)
+        # An earlier process of the job may still run there.
+        leaves = placed.stage is PlacementStage.MOVING and not (permit and permit.holding)
+        if leaves and (placed.notified or self._is_apart(placed)):
             # Notified at its iteration's end; a new process learns its nodes from the reply.
             self._leave_old(placed, now)
 

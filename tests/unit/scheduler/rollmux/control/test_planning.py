@@ -357,6 +357,18 @@ def test_a_silent_placed_job_gives_its_nodes_back() -> None:
     assert control.at("b") == (names("r0"), names("t0"))
 
 
+def test_a_job_that_is_submitted_again_leaves_no_nodes_on_which_its_phase_runs() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    control.iteration("a")
+    ask_to_move(control.service.cluster, "a")
+    control.pass_time(61.0)
+    assert control.iteration("a").move is not None
+    runs_on = control.runs("a", TRAINING)
+    control.submit(submission("a"))
+    assert control.at("a")[1] == runs_on
+
+
 def test_a_queued_job_whose_process_is_gone_leaves_the_queue() -> None:
     control = Control(cluster("r0", "t0", gone_s=300.0))
     control.submit(submission("a", slo=1.0))
