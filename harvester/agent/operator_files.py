@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class LastRead(Generic[T]):
-    """What a file said when it was last read, for as long as it is the same file.
+    """The meaning of a file when it was last read, for as long as it is the same file.
 
     Others may use up a process's descriptors, or the machine's; that is no order of an operator's.
     """
