@@ -90,6 +90,13 @@ def read_agent_config(
         _put(values, dotted.split("."), value, origin=f"flag {dotted}")
     config = validated(AgentConfig, values, text, path)
     notes += _checked(config, values, text, path)
+    strangers = {*config.owners.guest} - {*config.owners.agent}
+    if strangers and config.http.token_file is None:
+        names = ", ".join(map(str, sorted(strangers, key=str)))
+        notes.append(
+            f"http has no token_file: the guest's user ({names}), as every user of this machine, "
+            "may lift the operator's stops and take leases"
+        )
     return LoadedConfig(config=config, notes=tuple(notes))
 
 

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _RETRY_S = 10.0
+_CONNECTIONS = 256
+"""A few gateways and those who look; descriptors beyond belong to the beat."""
 _WATCHDOG_SHARE = 4
 """Notifications to systemd per watchdog period."""
 
@@ -74,7 +76,7 @@ class AgentProcess:
             _log.warning("http has no token_file: any caller may take a lease as any tenant")
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         app = application(node, tokens=tokens, operators=operators, observers=observers)
-        async with serving(app) as runner:
+        async with serving(app, connections=_CONNECTIONS) as runner:
             try:
                 # Before the first renewal may come: a lease of each goes on.
                 await self._look_for_slots(node)

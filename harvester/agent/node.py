@@ -15,7 +15,7 @@ from harvester.agent.audit.stop_audit import StopAudit
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.metrics import AgentMetrics
-from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
+from harvester.agent.operator_files import LastRead, kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
 from harvester.agent.state_lock import lock_state
@@ -71,6 +71,7 @@ class NodeAgent:
         self.audit = AuditLog(file, node=config.node, clock=clock)
         self._lease_audit = LeaseAudit(self.audit)
         self._switched = KillSwitch.NONE
+        self._last_read = LastRead[KillSwitch]()
         self.stops = StopRegistry(config)
         self._stop_audit = StopAudit(self.audit, self.stops.stops)
         self.interlocks = InterlockWatch(config, clock=clock)
@@ -137,7 +138,7 @@ class NodeAgent:
 
     def beat(self) -> None:
         now = self.clock.now()
-        switch = read_kill_switch(self._kill_file)
+        switch = read_kill_switch(self._kill_file, self._last_read)
         self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
         stops = self.stops.look(now=now)
         self._stop_audit.observe(stops, caller="", now=now)
@@ -147,9 +148,11 @@ class NodeAgent:
             leaving = slot.name in self.unopened
             self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops, now)
         if switch is not self._switched:
+            fault = self._last_read.fault
             self.audit.note(
                 AuditKind.KILL_SWITCH,
-                who=kill_switch_setter(self._kill_file),
+                who=AGENT if fault else kill_switch_setter(self._kill_file),
+                reason=fault,
                 from_state=self._switched,
                 to_state=switch,
             )

@@ -3,10 +3,13 @@
 These files work without the network and while the agent is down, and need the right to write there.
 """
 
+import errno
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from harvester.contracts.clock import wall_seconds
 from harvester.contracts.page.owners import user_name
@@ -16,25 +19,61 @@ _log = logging.getLogger(__name__)
 
 RELEASE_BYTES_MAX = 400
 _SWITCH_BYTES = 64
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+T = TypeVar("T")
 
 
-def read_kill_switch(path: Path) -> KillSwitch:
+class LastRead(Generic[T]):
+    """The meaning of a file when it was last read, for as long as it is the same file.
+
+    Others may use up a process's descriptors, or the machine's; that is no order of an operator's.
+    """
+
+    def __init__(self) -> None:
+        self._read: tuple[tuple[int, ...], T] | None = None
+        self.fault = ""
+        """Why the file's words are not known now, for want of a descriptor."""
+
+    def keep(self, status: os.stat_result, value: T) -> T:
+        self._read = _version(status), value
+        return value
+
+    def value(self, path: Path, error: OSError, *, otherwise: T) -> T:
+        """The kept value where no descriptor was free; else this one, and a fault of the agent's
+        for a file that was not read before or has changed."""
+        if error.errno in _NO_DESCRIPTOR:
+            with suppress(OSError):
+                if self._read is not None and self._read[0] == _version(path.stat()):
+                    return self._read[1]
+            self.fault = f"{path.name} cannot be read by the agent: {error.strerror}"
+        return otherwise
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+
+def read_kill_switch(path: Path, last: LastRead[KillSwitch]) -> KillSwitch:
     """The node's kill switch; a file that stays empty, is unreadable, unknown or no file drains."""
+    last.fault = ""
     try:
+        path.stat()  # Without a file no descriptor is needed.
         # A pipe without a writer must not hold the beat up.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            status = os.fstat(file)
             text = os.read(file, _SWITCH_BYTES).strip()
-            holds = text == b"hold" or (not text and awaits_word(file))
+            if text:
+                return last.keep(status, KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN)
+            return KillSwitch.HOLD if awaits_word(file) else KillSwitch.DRAIN
         finally:
             os.close(file)
     except FileNotFoundError:
         # A link may lead to a file system that is away.
         there = os.access(path, os.F_OK, follow_symlinks=False) and path.is_symlink()
         return KillSwitch.DRAIN if there else KillSwitch.NONE
-    except OSError:
-        return KillSwitch.DRAIN
-    return KillSwitch.HOLD if holds else KillSwitch.DRAIN
+    except OSError as error:
+        return last.value(path, error, otherwise=KillSwitch.DRAIN)
 
 
 def awaits_word(file: int) -> bool:

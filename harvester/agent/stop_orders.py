@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.agent.operator_files import awaits_word
+from harvester.agent.operator_files import LastRead, awaits_word
 from harvester.config import AgentConfig
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
@@ -36,12 +36,13 @@ _TABLE_BYTES_MAX = 1 << 20
 _RETRY_S = 1.0
 
 
-def read_stop_file(path: Path) -> Stop | None:
+def read_stop_file(path: Path, last: LastRead[Stop | None]) -> Stop | None:
     """The order in the node's stop file: its word, and a reason behind it.
 
     A file that stays empty, is unreadable, no file, or of an unknown word drains.
     """
     try:
+        os.lstat(path)  # Without a file no descriptor is needed.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
@@ -55,13 +56,14 @@ def read_stop_file(path: Path) -> Stop | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
-    order = order_of(word)
+        why = f"{path.name} cannot be read: {error.strerror}"
+        return last.value(path, error, otherwise=_of_file(StopOrder.DRAIN, why, by="the agent"))
+    order, found = order_of(word), None
     if order is None:
-        return _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)
-    if order is StopOrder.NONE:
-        return None
-    return _of_file(order, "".join(reason), by=by, at=at)
+        found = _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)
+    elif order is not StopOrder.NONE:
+        found = _of_file(order, "".join(reason), by=by, at=at)
+    return last.keep(status, found) if text else found
 
 
 def _time_of(status: os.stat_result) -> str:
@@ -87,6 +89,7 @@ class StopRegistry:
         self._unsaved = False
         self._retry_at_s = 0.0
         self._file: Stop | None = None
+        self._last_read = LastRead[Stop | None]()
         self.stops: tuple[Stop, ...] = ()
         self.interlocks: tuple[Stop, ...] = ()
         for stop in self._gather():
@@ -113,7 +116,7 @@ class StopRegistry:
 
     def look(self, *, now: float) -> tuple[Stop, ...]:
         """Every stop in force, once per beat."""
-        self._file = read_stop_file(self._file_path)
+        self._file = read_stop_file(self._file_path, self._last_read)
         # A table that another program removed is written again.
         gone = bool(self._table.stops) and not os.access(self._path, os.F_OK)
         if (self._unsaved or gone) and now >= self._retry_at_s:

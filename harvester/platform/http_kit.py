@@ -30,6 +30,7 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, retry_after_s
+from harvester.platform.connection_limit import ConnectionLimit
 from harvester.platform.tls import ServerTls
 
 STATUSES: Final[Mapping[type[Exception], int | None]] = {
@@ -50,6 +51,7 @@ IDLE_S: Final = 75.0
 requests: longer than clients and most proxies keep a connection themselves."""
 COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
 """Called with the number of bytes read so far of a body of unknown length."""
+_LIMIT: Final[web.AppKey[ConnectionLimit]] = web.AppKey("limit", ConnectionLimit)
 _BOUNDED_BODY: Final = web.RequestKey("bounded_body", bytes)
 """The body once it was counted or bounded part by part; aiohttp itself keeps the others."""
 _SHOWN_CHARS: Final = 500
@@ -125,13 +127,17 @@ def token_required(
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if accepts is not None and request.path not in probes:
+        if request.path in probes:
+            return await handler(request)
+        if accepts is not None:
             sent = request.headers.get("Authorization", "")
             known, observer = accepts(sent), observes is not None and observes(sent)
             if not known and not observer:
                 return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
             if observer and request.method not in ("GET", "HEAD"):
                 return error_reply(403, "the token of observer reads status and metrics")
+        if (limit := request.app.get(_LIMIT)) is not None:
+            limit.prove(request.transport)
         return await handler(request)
 
     return middleware
@@ -291,18 +297,24 @@ _log.addFilter(_WithoutSentLines())
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, *, shutdown_s: float = 2.0, idle_s: float = IDLE_S
+    app: web.Application,
+    *,
+    shutdown_s: float = 2.0,
+    idle_s: float = IDLE_S,
+    connections: int | None = None,
 ) -> AsyncGenerator[web.AppRunner, None]:
     """Runs an application, which listens nowhere yet; ends it with `shutdown_s` for open requests.
 
     A handler is cancelled when its client leaves. A connection without a whole head of a request
     for `idle_s` is closed. Connections are bounded by the hard limit of descriptors, not the soft
-    one. No body is inflated, even where aiohttp drains that of a refused request: a request with a
-    Content-Encoding is refused with 415.
+    one, and by `connections` (`ConnectionLimit`) if given. No body is inflated, even where aiohttp
+    drains that of a refused request: a request with a Content-Encoding is refused with 415.
     """
     with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if connections is not None:
+        app[_LIMIT] = ConnectionLimit(connections)
     app.middlewares.insert(0, _refuse_encoded)
     runner = web.AppRunner(
         app,
@@ -325,8 +337,13 @@ async def listen(
 ) -> str:
     """Listens, and returns the URL; port 0 takes a free one. Raises ConfigError with `remedy`."""
     context = None if tls is None else tls.context()
+    limit = runner.app.get(_LIMIT)
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
+        if limit is None:
+            await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
+        else:
+            for each in await limit.listeners(host, port, backlog=_BACKLOG):
+                await web.SockSite(runner, each, ssl_context=context, backlog=_BACKLOG).start()
     except OSError as error:
         why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
         raise config_error_of(error)(f"cannot listen on {host}:{port}: {why}; {remedy}") from error

@@ -62,6 +62,7 @@ def main() -> None:
         try:
             install_agent(node)
             start_gateway(node)
+            require_tokens(node)
             discover(node)
             start_production(node)
             if asked.guest:
@@ -141,6 +142,28 @@ def start_gateway(node: Node) -> None:
         "[[ $now != 0 && $now != $first ]]; do sleep 0.2; done\n" + asks
     )
     say("a gateway is installed, runs, and comes back when it is killed")
+
+
+def require_tokens(node: Node) -> None:
+    """The page's tokens: the gateway's renews, the guest's user has none. Then as before again."""
+    stop = "rosemux drain --reason test"
+    url = "http://127.0.0.1:9711/v1/stops"
+    node.run(
+        "cp -a /etc/rosemux /root/rosemux\n"
+        f"{block('Tokens on one machine')}\n"
+        "ask='curl --silent --output /dev/null --write-out %{http_code}'\n"
+        f"[[ $(runuser -u rosemux-guest -- $ask {url}) == 401 ]]\n"
+        "runuser -u rosemux-guest -- test ! -r /etc/rosemux/agent.token\n"
+        f"if {stop}; then exit 1; fi\n"
+        f"{stop} --token-file /etc/rosemux/operator.token\n"
+        "rosemux resume --token-file /etc/rosemux/operator.token\n"
+        "gateway='rosemux status --gateway http://127.0.0.1:8300'\n"
+        "for _ in {1..50}; do if $gateway | grep slot0; then break; fi; sleep 0.2; done\n"
+        "$gateway | grep slot0\n"
+        "rm -r /etc/rosemux; mv /root/rosemux /etc/rosemux\n"
+        "systemctl restart rosemux-agent rosemux-gateway"
+    )
+    say("with tokens the gateway knows the slots, and the guest's user is refused")
 
 
 def discover(node: Node) -> None:

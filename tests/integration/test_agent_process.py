@@ -93,8 +93,10 @@ class Agent:
         *,
         engine_url: str = "http://127.0.0.1:8001",
         config: str = CONFIG,
+        before: tuple[str, ...] = (),
         **environment: str,
     ) -> None:
+        self._command = (*before, ROSEMUX, "agent", "--config")
         self.root = root
         self.pages = PageDirectory.create(root / "pages" / "slot0")
         self.switch = root / "pages" / "kill"
@@ -106,7 +108,7 @@ class Agent:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [ROSEMUX, "agent", "--config", str(self.config)],
+            [*self._command, str(self.config)],
             stderr=subprocess.PIPE,
             bufsize=0,
             env=self._environment,
@@ -190,6 +192,31 @@ def harvesting(agent: Agent, beats: Beats) -> Any:
     lease = agent.take("r1")
     wait_for(lambda: agent.mode() == "open")
     return lease
+
+
+def test_silent_connections_stop_neither_a_lease_nor_its_holder(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, before=("prlimit", "--nofile=128"))
+    beats, silent = Beats(agent.pages), list[socket.socket]()
+    try:
+        lease = agent.take("r1")
+        wait_for(lambda: agent.mode() == "open")
+        host, _, port = agent.url.removeprefix("http://").partition(":")
+        for _ in range(400):
+            silent.append(socket.create_connection((host, int(port)), timeout=5))
+        for _ in range(20):
+            assert agent.mode() == "open"
+            threading.Event().wait(0.05)
+        renewal = {"epoch": lease["epoch"], "duration_s": 10}
+        renewed = agent.call("POST", f"/v1/leases/{lease['lease']}/renew", renewal)
+        assert (renewed["type"], renewed["epoch"]) == ("granted", lease["epoch"])
+        audit = (tmp_path / "state/audit.jsonl").read_text()
+        assert "kill_switch" not in audit
+        assert "lease_ended" not in audit
+    finally:
+        for each in silent:
+            each.close()
+        beats.stop()
+        agent.end()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from harvester.config_file import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
@@ -297,3 +298,21 @@ def test_the_service_links_of_kubernetes_are_no_fields(write: Any) -> None:
 def test_a_misspelt_variable_is_no_service_link(write: Any, name: str) -> None:
     with pytest.raises(ConfigError):
         load_agent_config(write(GOOD), environment={f"ROSEMUX_AGENT_{name}": "9711"})
+
+
+@pytest.mark.parametrize(
+    ("more", "warned"),
+    [
+        ({"owners": {"agent": ["root"], "guest": ["nobody"]}}, True),
+        ({"owners": {"agent": ["root"], "guest": ["root"]}}, False),
+        ({"owners": {"agent": ["root"], "guest": ["nobody"]}, "http": {"token_file": "/t"}}, False),
+        ({}, False),
+    ],
+)
+def test_a_guest_of_another_user_beside_an_agent_without_tokens_is_warned_of(
+    tmp_path: Path, more: dict[str, Any], warned: bool
+) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(yaml.safe_dump({"slots": [{"name": "slot0"}], **more}))
+    notes = read_agent_config(path, environment={}).notes
+    assert [("lift the operator's stops" in note) for note in notes] == [True] * warned

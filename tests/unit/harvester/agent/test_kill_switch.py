@@ -1,5 +1,6 @@
 """The kill file as an operator, or an accident, leaves it."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from harvester.agent import operator_files
-from harvester.agent.operator_files import read_kill_switch
+from harvester.agent.operator_files import LastRead, read_kill_switch
+from harvester.agent.stop_orders import read_stop_file
+from harvester.contracts.wire.stops import Stop, StopOrder
 from harvester.policy.sample import KillSwitch
 
 
@@ -30,7 +33,7 @@ def kill(tmp_path: Path) -> Path:
 def test_anything_but_hold_drains(kill: Path, text: str, switch: KillSwitch) -> None:
     kill.write_text(text)
     os.utime(kill, (0, 0))
-    assert read_kill_switch(kill) is switch
+    assert read_kill_switch(kill, LastRead()) is switch
 
 
 def test_a_file_that_was_opened_and_not_yet_written_drains_only_where_it_stays_empty(
@@ -40,16 +43,18 @@ def test_a_file_that_was_opened_and_not_yet_written_drains_only_where_it_stays_e
     monkeypatch.setattr(operator_files, "wall_seconds", lambda: kill.stat().st_mtime + age_s)
     for _ in range(2):
         with kill.open("w") as file:
-            assert read_kill_switch(kill) is KillSwitch.HOLD, "as `echo hold >` leaves it at first"
+            assert read_kill_switch(kill, LastRead()) is KillSwitch.HOLD, (
+                "as `echo hold >` leaves it at first"
+            )
             file.write("hold")
-        assert read_kill_switch(kill) is KillSwitch.HOLD
+        assert read_kill_switch(kill, LastRead()) is KillSwitch.HOLD
     kill.write_text("")
     age_s = 0.15
-    assert read_kill_switch(kill) is KillSwitch.DRAIN
+    assert read_kill_switch(kill, LastRead()) is KillSwitch.DRAIN
 
 
 def test_no_file_is_no_switch(kill: Path) -> None:
-    assert read_kill_switch(kill) is KillSwitch.NONE
+    assert read_kill_switch(kill, LastRead()) is KillSwitch.NONE
 
 
 @pytest.mark.timeout(10)
@@ -58,9 +63,41 @@ def test_a_pipe_or_a_folder_drains_and_holds_no_beat_up(
     kill: Path, make: Callable[[Path], None]
 ) -> None:
     make(kill)
-    assert read_kill_switch(kill) is KillSwitch.DRAIN
+    assert read_kill_switch(kill, LastRead()) is KillSwitch.DRAIN
 
 
 def test_a_link_to_nowhere_drains(kill: Path) -> None:
     kill.symlink_to("/nonexistent/kill")
-    assert read_kill_switch(kill) is KillSwitch.DRAIN
+    assert read_kill_switch(kill, LastRead()) is KillSwitch.DRAIN
+
+
+def exhaust(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(operator_files.os, "open", fail)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_a_descriptor_the_same_file_means_what_it_meant(
+    kill: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    last, last_stop = LastRead[KillSwitch](), LastRead[Stop | None]()
+    exhaust(monkeypatch, number)
+    assert read_kill_switch(kill, last) is KillSwitch.NONE
+    assert read_stop_file(kill, last_stop) is None
+    monkeypatch.undo()
+    kill.write_text("hold")
+    stop = read_stop_file(kill, last_stop)
+    assert read_kill_switch(kill, last) is KillSwitch.HOLD
+    exhaust(monkeypatch, number)
+    assert (read_kill_switch(kill, last), last.fault) == (KillSwitch.HOLD, "")
+    assert read_stop_file(kill, last_stop) == stop
+    kill.write_text("drain")
+    assert read_kill_switch(kill, last) is KillSwitch.DRAIN
+    assert "kill cannot be read by the agent" in last.fault
+    changed = read_stop_file(kill, last_stop)
+    assert changed is not None
+    assert (changed.order, changed.by) == (StopOrder.DRAIN, "the agent")
+    monkeypatch.undo()
+    assert (read_kill_switch(kill, last), last.fault) == (KillSwitch.DRAIN, "")

@@ -6,6 +6,7 @@ import resource
 import signal
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -256,6 +257,46 @@ async def test_a_service_may_have_as_many_connections_as_the_hard_limit_of_descr
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_connections_that_prove_nothing_make_room_and_a_proven_one_stays() -> None:
+    async def empty(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(
+        middlewares=[token_required(lambda sent: sent == "Bearer good", of="agent")]
+    )
+    app.add_routes([web.get("/", empty), web.get("/healthz", empty)])
+    async with serving(app, connections=4) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="")
+
+        async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> int:
+            writer.write(
+                f"GET {path} HTTP/1.1\r\nHost: a\r\nAuthorization: {token}\r\n\r\n".encode()
+            )
+            return int((await reader.readuntil(b"\r\n\r\n")).split()[1])
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+        async with asyncio.timeout(20):
+            token = "Bearer good"
+            proven = await connect()
+            assert await ask(*proven, "/") == 200
+            token, others = "Bearer bad", [await connect() for _ in range(8)]
+            others.append(await connect())
+            assert await ask(*others[-1], "/healthz") == 200
+            assert await ask(*others[-1], "/") == 401
+            others += [await connect() for _ in range(8)]
+            for reader, writer in others[:-4]:
+                with suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+            token = "Bearer good"
+            assert await ask(*proven, "/") == 200
+            assert await ask(*others[-1], "/") == 200
+            for _, writer in (proven, *others):
+                writer.close()
 
 
 async def test_a_taken_port_is_a_clear_error_with_its_remedy() -> None:

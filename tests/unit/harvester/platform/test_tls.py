@@ -1,8 +1,9 @@
 """TLS and tokens: checked on both sides, and read again when their files change."""
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -26,7 +27,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @asynccontextmanager
-async def server(tls: ServerTls | None) -> AsyncIterator[str]:
+async def server(tls: ServerTls | None, *, connections: int | None = None) -> AsyncIterator[str]:
     """Answers with the Authorization header that it was sent; `/away` leads elsewhere."""
 
     async def echo(request: web.Request) -> web.Response:
@@ -37,7 +38,7 @@ async def server(tls: ServerTls | None) -> AsyncIterator[str]:
 
     app = web.Application()
     app.add_routes([web.get("/", echo), web.get("/away", away)])
-    async with serving(app) as runner:
+    async with serving(app, connections=connections) as runner:
         yield await listen(runner, "127.0.0.1", 0, remedy="", tls=tls)
 
 
@@ -62,6 +63,19 @@ async def test_a_server_is_believed_by_its_authority_alone(
     async with server(authority.server("elsewhere", "10.0.0.9")) as url:
         with pytest.raises(aiohttp.ClientConnectorCertificateError, match="mismatch"):
             await answer(url, authority.trusted())
+
+
+async def test_connections_that_begin_no_tls_make_room(authority: Authority) -> None:
+    async with server(authority.server("server"), connections=4) as url, asyncio.timeout(20):
+        port = int(url.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+        assert await answer(url, authority.trusted()) == (200, "none")
+        for reader, writer in silent[:8]:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_a_client_shows_a_certificate_where_one_is_required(
