@@ -149,7 +149,7 @@ def require_tokens(node: Node) -> None:
     stop = "rosemux drain --reason test"
     url = "http://127.0.0.1:9711/v1/stops"
     node.run(
-        "cp -a /etc/rosemux /root/rosemux\n"
+        "cp -a /etc/rosemux /srv/settings\n"
         f"{block('Tokens on one machine')}\n"
         "ask='curl --silent --output /dev/null --write-out %{http_code}'\n"
         f"[[ $(runuser -u rosemux-guest -- $ask {url}) == 401 ]]\n"
@@ -160,7 +160,7 @@ def require_tokens(node: Node) -> None:
         "gateway='rosemux status --gateway http://127.0.0.1:8300'\n"
         "for _ in {1..50}; do if $gateway | grep slot0; then break; fi; sleep 0.2; done\n"
         "$gateway | grep slot0\n"
-        "rm -r /etc/rosemux; mv /root/rosemux /etc/rosemux\n"
+        "rm -r /etc/rosemux; mv /srv/settings /etc/rosemux\n"
         "systemctl restart rosemux-agent rosemux-gateway"
     )
     say("with tokens the gateway knows the slots, and the guest's user is refused")

@@ -244,3 +244,10 @@ def test_the_documented_install_puts_documentation_in_place_whose_links_lead_on(
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
         missing = [each for each in targets if not (page.parent / each).exists()]
         assert missing == [], page
+
+
+def test_a_guest_takes_no_port_at_which_tokens_arrive() -> None:
+    agent = yaml.safe_load((DEPLOY / "systemd/agent.yaml").read_text())["http"]["port"]
+    gateway = yaml.safe_load((DEPLOY.parent / "examples/gateway.yaml").read_text())["port"]
+    denied = said(DEPLOY / "systemd/rosemux-guest@.service", "SocketBindDeny")
+    assert denied == [f"tcp:{agent}", f"tcp:{gateway}"]
