@@ -91,7 +91,7 @@ def walks(repository: Path) -> dict[str, Walk]:
             yield paths[0], bool(mark)
 
     section = (repository / PAGE).read_text().partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
-    form = r"### (.+)\n((?:1\. .+\n)+)\nBeside them:\n((?:`.+\n)+)\n.+ again (\d+) times\.\n"
+    form = r"### (.+)\n((?:1\. .+\n)+)\nBeside them: ((?:`.+\n)+)\n.+ again (\d+) times\.\n"
     found = re.findall(form, section)
     assert len(found) == section.count("\n### "), "a walk is in another form"
     return {
