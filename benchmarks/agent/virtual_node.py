@@ -93,7 +93,7 @@ class ScrapedServer:
         self.tokens += 50
         body = metrics_page(self.mood, running=2, tokens=self.tokens)
         content = SimpleNamespace(read=_reads(body))
-        return SimpleNamespace(content=content, raise_for_status=lambda: None)
+        return SimpleNamespace(content=content, status=200)
 
     async def __aexit__(self, *_: object) -> None:
         return

@@ -26,11 +26,10 @@ class ConnectionLimit:
         self._proven: dict[int, socket.socket] = {}
         self._ending: dict[int, socket.socket] = {}
 
-    async def listeners(self, host: str, port: int, *, backlog: int) -> list["LimitedListener"]:
-        """A socket for each address of `host`. Raises OSError."""
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+    def listeners(self, host: str, port: int, *, backlog: int) -> list["LimitedListener"]:
+        """A socket for each address of `host`, whose name may have to be looked up meanwhile.
+        Raises OSError."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         listeners = list[LimitedListener]()
         with ExitStack() as failed:
             for family, address in dict.fromkeys((family, at) for family, _, _, _, at in found):

@@ -342,7 +342,7 @@ async def listen(
         if limit is None:
             await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
         else:
-            for each in await limit.listeners(host, port, backlog=_BACKLOG):
+            for each in limit.listeners(host, port, backlog=_BACKLOG):
                 await web.SockSite(runner, each, ssl_context=context, backlog=_BACKLOG).start()
     except OSError as error:
         why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror

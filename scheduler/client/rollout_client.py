@@ -19,7 +19,7 @@ import msgspec
 from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError, Stale
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
@@ -153,6 +153,8 @@ class AsyncRolloutClient:
         self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
         """Each open turn's, with the turn where the gateway alone has its tokens."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._announcing: dict[int, asyncio.Timeout] = {}
+        """Open calls of `announce` by their version."""
         self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
         self._watch = GatewayWatch(
             self._gateway,
@@ -249,7 +251,9 @@ class AsyncRolloutClient:
     ) -> VersionSwitched:
         """A version was published to `store`; returns when every dedicated engine serves it, or at
         once, with `active` false, where they serve another job. `state_hash`: its publisher's, so
-        that no other run's version is taken for it."""
+        that no other run's version is taken for it. Raises Stale once a later version is announced:
+        sent again after that, this one would be taken for another run's.
+        """
         published = AnnouncedVersion(
             version=WeightVersion(version),
             store=store,
@@ -257,8 +261,21 @@ class AsyncRolloutClient:
             cut_open_turns=cut_open_turns,
         )
         path = f"/v1/jobs/{self._job}/versions"
-        # A number below the job's, or of another run, is refused for good, and ends open turns.
-        return await self._call(path, published, VersionSwitched, passing=PASSING - {409})
+        later = f"version {version} was overtaken by the announcement of a later one"
+        if max(self._announcing, default=0) > version:
+            raise Stale(later)
+        for each in self._announcing.values():
+            each.reschedule(0.0)
+        try:
+            async with asyncio.timeout(None) as cut:
+                self._announcing[version] = cut
+                # A number below the job's, or of another run, is refused for good.
+                return await self._call(path, published, VersionSwitched, passing=PASSING - {409})
+        except TimeoutError as error:
+            raise Stale(later) from error
+        finally:
+            if self._announcing.get(version) is cut:
+                del self._announcing[version]
 
     async def activate(self) -> VersionSwitched:
         """The engines serve this job, with its newest version, on return."""

@@ -32,10 +32,6 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE TABLE IF NOT EXISTS state_hashes (
     job TEXT PRIMARY KEY, store TEXT NOT NULL, version INTEGER NOT NULL, state_hash TEXT NOT NULL
 ) STRICT;
-CREATE TABLE IF NOT EXISTS announced (
-    number INTEGER PRIMARY KEY, job TEXT NOT NULL, store TEXT NOT NULL, version INTEGER NOT NULL,
-    state_hash TEXT NOT NULL, UNIQUE (job, store, version, state_hash)
-) STRICT;
 CREATE TABLE IF NOT EXISTS other_runs (job TEXT PRIMARY KEY, reason TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS leases (
     lease TEXT PRIMARY KEY, slot TEXT NOT NULL, agent TEXT NOT NULL, job TEXT NOT NULL,
@@ -57,10 +53,6 @@ CREATE TABLE IF NOT EXISTS stores (
 INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE store != '';
 """
 """The last line fills `stores` of a file that an older gateway wrote without it."""
-_ANNOUNCED_KEPT = 16
-"""Announcements with a hash that are remembered of each job: more than wait for engines at one
-time. One that is forgotten is taken for another run's; a run that begins anew from the weights that
-an early version had is taken for a late call, until its first version with others."""
 
 
 class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +60,6 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     active: bool = False
     harvesting: bool | None = None
     """None: never switched; the configuration applies."""
-
-
-def _key(of: VersionPublished) -> tuple[str, str, int, str]:
-    return of.job, of.store, of.version, of.state_hash
 
 
 class SchedulerState:
@@ -135,23 +123,6 @@ class SchedulerState:
                 )
             if activate:
                 self._activate(job)
-
-    def announced(self, published: VersionPublished) -> bool:
-        """Whether it is one of the job's last announcements."""
-        where = "job = ? AND store = ? AND version = ? AND state_hash = ?"
-        found = self._db.execute(f"SELECT 1 FROM announced WHERE {where}", _key(published))
-        return found.fetchone() is not None
-
-    def note_announced(self, published: VersionPublished) -> None:
-        with self._db:
-            self._db.execute("BEGIN")
-            row = (None, *_key(published))
-            self._db.execute("INSERT OR IGNORE INTO announced VALUES (?, ?, ?, ?, ?)", row)
-            self._db.execute(
-                "DELETE FROM announced WHERE job = ?1 AND number NOT IN "
-                "(SELECT number FROM announced WHERE job = ?1 ORDER BY number DESC LIMIT ?2)",
-                (published.job, _ANNOUNCED_KEPT),
-            )
 
     def other_runs(self) -> dict[JobId, str]:
         """Why the turns of each job whose trainer began anew are refused."""

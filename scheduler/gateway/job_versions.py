@@ -103,18 +103,12 @@ class JobVersions:
         policy, target = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
-                if version < self.newest(job) and self._state.announced(published):
-                    # Sent again by this run, after the call was lost or answered with "later".
-                    raise Stale(self._overtaken(target))
                 # A trainer that goes on after this would get the other run's samples.
                 self.other_runs[job] = f"the job's last publish was refused: {refusal}"
                 with suppress(sqlite3.Error):  # The process refuses them without it.
                     self._state.refuse_turns(job, self.other_runs[job])
                 await self._on_other_run(job, self.other_runs[job])
                 raise Stale(refusal)
-            if published.state_hash:
-                with suppress(sqlite3.Error):  # Nothing is taken without the file, nor overtaken.
-                    self._state.note_announced(published)
             if self._takes_engines(job):
                 due = partial(self._takes_engines, job)
                 await self._staging.prepare(target, patience_s=SHOWN_S, is_due=due)
@@ -174,10 +168,6 @@ class JobVersions:
         found = [(each.engine.engine, " ".join(each.fault.split())) for each in members]
         return [f"engine {engine}: {fault[:_FAULT_CHARS]}" for engine, fault in found if fault]
 
-    def _overtaken(self, late: JobVersion) -> str:
-        newest = self.newest(late.job)
-        return f"version {late.version} was overtaken: job {late.job} is at version {newest}"
-
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
             raise PeerProtocolError(f"store: {refusal}")
@@ -212,8 +202,11 @@ class JobVersions:
         if not await self._fleet.switching.settled(
             target, timeout_s=self._publish_s, patience_s=patience_s
         ):
-            if self.newest(target.job) > target.version:
-                raise Stale(self._overtaken(target))
+            if (newest := self.newest(target.job)) > target.version:
+                raise Stale(
+                    f"version {target.version} was overtaken: job {target.job} is at version "
+                    f"{newest}"
+                )
             states = self._fleet.policy.switch_states(target.job, target.version)
             late = [
                 f"engine {engine} is catching up"

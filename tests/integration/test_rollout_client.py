@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 import scheduler
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
@@ -83,6 +83,28 @@ async def test_a_version_of_another_run_is_refused_once_and_not_announced_again(
             with pytest.raises(PeerProtocolError, match="another one than engines hold"):
                 await client.announce(2, "job.store", state_hash="b" * 32)
         await client.announce(3, "job.store", state_hash="c" * 32)
+        assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=3)
+
+
+async def test_a_later_announcement_ends_the_earlier_one_which_is_not_sent_again(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """Sent again after it, the earlier one would end the job's turns as another run's."""
+    service = gateway(fake_engine(step_s=0.02))
+    async with client_of(service) as client:
+        await client.announce(1, "job.store", state_hash="1" * 32)
+        pinned = asyncio.create_task(client.generate(PROMPT, sampling(60), weight_version=1))
+        while not await turns_of(service):  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0.02)
+        earlier = asyncio.create_task(client.announce(2, "job.store", state_hash="2" * 32))
+        await asyncio.sleep(0.2)
+        later = asyncio.create_task(client.announce(3, "job.store", state_hash="3" * 32))
+        with pytest.raises(Stale, match="version 2 was overtaken"):
+            await earlier
+        with pytest.raises(Stale, match="version 2 was overtaken"):
+            await client.announce(2, "job.store", state_hash="2" * 32)
+        assert_whole(await pinned, 60, version=1)
+        assert (await later).version == 3
         assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=3)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.testbed.page_beats import shared_group
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
@@ -42,6 +43,7 @@ class Stage:
                 "slots": [
                     {
                         "name": SLOT,
+                        "memory_group": shared_group(root / "group"),
                         "policy": {
                             "proof": {"share_ratio": 0.0},
                             "cooldown_s": 0.0,

@@ -86,26 +86,6 @@ def test_stores_come_back_in_the_order_of_their_publishes_also_from_an_older_fil
     older.close()
 
 
-def test_the_last_announcements_of_each_job_are_remembered(tmp_path: Path) -> None:
-    state = SchedulerState(tmp_path / "state.db")
-    state.note_announced(published(B, "s", 1, "b1"))
-    for version in range(1, 18):
-        for _again in range(2):
-            state.note_announced(published(A, "s", version, f"a{version}"))
-    state.close()
-    again = SchedulerState(tmp_path / "state.db")
-    known = [again.announced(published(A, "s", version, f"a{version}")) for version in range(1, 19)]
-    assert known == [False, *[True] * 16, False]
-    assert again.announced(published(B, "s", 1, "b1"))
-    for other in (
-        published(A, "s", 5, "b"),
-        published(A, "t", 5, "a5"),
-        published(B, "s", 5, "a5"),
-    ):
-        assert not again.announced(other)
-    again.close()
-
-
 def test_refuses_a_file_of_another_version_or_kind(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as db:
@@ -126,7 +106,6 @@ def test_a_fact_that_the_file_has_already_needs_no_room(tmp_path: Path) -> None:
     for run in range(2):
         before = log.stat().st_size, log.stat().st_mtime_ns
         state.publish(published(A, "sa", 1, "h"), activate=True)
-        state.note_announced(published(A, "sa", 1, "h"))
         state.activate(A)
         state.set_harvesting(A, enabled=False)
         state.use_dedicated(A, enabled=False)
