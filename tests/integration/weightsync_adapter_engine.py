@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,20 @@ def _followed(engine: Any, root: Path, published: list[str]) -> dict[str, Any]:
         "large": refused(engine, store="large", version=1, adapter=NAME),
     }
     seen["staged"] = {
-        "base": engine.collective_rpc("rosemux_stage", args=("job-a", 3))[0],
-        "older": engine.collective_rpc(
-            "rosemux_stage", kwargs={"store": "older", "version": 1, "adapter": NAME}
-        )[0],
+        "base": staged(engine, store="job-a", version=3),
+        "older": staged(engine, store="older", version=1, adapter=NAME),
     }
     seen["after_refusals"] = generated(engine, policy)
     seen["resolved"] = asyncio.run(_resolved(engine))
     return seen
+
+
+def staged(engine: Any, **asked: Any) -> dict[str, Any]:
+    """The last reply: a version's index is read beside the engine's steps."""
+    waiting = threading.Event()
+    while (told := engine.collective_rpc("rosemux_stage", kwargs=asked)[0])["state"] == "running":
+        waiting.wait(0.01)
+    return dict(told)
 
 
 async def _resolved(engine: Any) -> dict[str, str]:
