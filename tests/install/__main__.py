@@ -278,7 +278,7 @@ def form_cluster(node: Node) -> None:
         try:
             cluster.join(node, gateway)
             say("a second node has a gateway, the first one listens to it")
-            say(cluster.lend_across(node, gateway, least=TOKENS))
+            say(cluster.lend_across(node, gateway))
         except NodeError:
             print(gateway.run("journalctl --no-pager -o cat -n 50 -u rosemux-gateway", quiet=True))
             raise
