@@ -153,8 +153,8 @@ class AsyncRolloutClient:
         self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
         """Each open turn's, with the turn where the gateway alone has its tokens."""
         self._ending: set[asyncio.Task[None]] = set()
-        self._announcing: dict[int, asyncio.Timeout] = {}
-        """Open calls of `announce` by their version."""
+        self._announcing: dict[asyncio.Timeout, int] = {}
+        """The version of each open call of `announce`."""
         self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
         self._watch = GatewayWatch(
             self._gateway,
@@ -262,20 +262,21 @@ class AsyncRolloutClient:
         )
         path = f"/v1/jobs/{self._job}/versions"
         later = f"version {version} was overtaken by the announcement of a later one"
-        if max(self._announcing, default=0) > version:
+        if max(self._announcing.values(), default=0) > version:
             raise Stale(later)
-        for each in self._announcing.values():
+        for each in [each for each, other in self._announcing.items() if other < version]:
+            del self._announcing[each]  # A call that ends already cannot be ended again.
             each.reschedule(0.0)
+        cut = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as cut:
-                self._announcing[version] = cut
+            async with cut:
+                self._announcing[cut] = version
                 # A number below the job's, or of another run, is refused for good.
                 return await self._call(path, published, VersionSwitched, passing=PASSING - {409})
         except TimeoutError as error:
             raise Stale(later) from error
         finally:
-            if self._announcing.get(version) is cut:
-                del self._announcing[version]
+            self._announcing.pop(cut, None)
 
     async def activate(self) -> VersionSwitched:
         """The engines serve this job, with its newest version, on return."""
