@@ -4,6 +4,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from threading import Thread
 
 import msgspec
@@ -226,9 +227,8 @@ def test_status_says_why_an_isolation_does_not_hold() -> None:
     assert "isolation idle-group DOES NOT HOLD, its steps count whole: production moved" in says
 
 
-def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[str]) -> None:
-    forecast = IdleForecast(horizon_s=30.0, low_ratio=0.25, median_ratio=0.5, high_ratio=0.75)
-    offer = SlotOffer(
+def _offer(**facts: Any) -> SlotOffer:
+    return SlotOffer(
         slot=SlotId("slot0"),
         node=NodeId("n"),
         state=SlotState.OFFERED,
@@ -238,8 +238,13 @@ def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[st
         concurrency=1,
         kv_tokens=0,
         idle_ratio=None,
-        forecasts=(forecast,),
+        **facts,
     )
+
+
+def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[str]) -> None:
+    forecast = IdleForecast(horizon_s=30.0, low_ratio=0.25, median_ratio=0.5, high_ratio=0.75)
+    offer = _offer(forecasts=(forecast,))
     Console(width=200).print(*agent_tables(SlotOffers(node=NodeId("n"), slots=(offer,))))
     rows = capsys.readouterr().out.splitlines()
     assert any(row.split() == ["slot0", "30", "s", "25%", "50%", "75%"] for row in rows)
@@ -252,20 +257,7 @@ def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[st
 def test_a_checked_status_fails_where_something_needs_a_look(
     monkeypatch: pytest.MonkeyPatch, slot_state: str, refused: str, code: int
 ) -> None:
-    offer = SlotOffer(
-        slot=SlotId("slot0"),
-        node=NodeId("n"),
-        state=SlotState.OFF,
-        engine_url="",
-        model="m",
-        epoch=Epoch(1),
-        concurrency=1,
-        kv_tokens=0,
-        idle_ratio=None,
-        reason="quarantined",
-        mode="harvest",
-        slot_state=slot_state,
-    )
+    offer = _offer(reason="quarantined", mode="harvest", slot_state=slot_state)
     offers = SlotOffers(node=NodeId("n"), slots=(offer,), config_refused=refused)
     monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
     asked = ["status", "--pages", "/nonexistent", "--agent", "http://127.0.0.1:1"]
