@@ -4,8 +4,8 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from threading import Thread
+from typing import Any
 
 import msgspec
 import pytest
