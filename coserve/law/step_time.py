@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -81,12 +82,14 @@ class LeastSquares:
 
     Recursive least squares with forgetting and a floor under the information (Kreisselmeier, 1990):
     changes are followed without a reset, and a direction without observations for hours keeps some
-    information, without which the fit would diverge there. No coefficient falls below its minimum.
+    information, without which the fit would diverge there. No coefficient falls below its minimum:
+    the others are the best beside it.
     """
 
     def __init__(self, *, least: Sequence[float]) -> None:
-        self._least = tuple(least)
-        self._floor = _LEAST_INFORMATION * np.eye(len(self._least))
+        self._least = np.asarray(least)
+        self._at_least = np.array(list(product((True, False), repeat=len(least))))
+        self._floor = _LEAST_INFORMATION * np.eye(len(least))
         self._information = np.zeros_like(self._floor)
 
     def updated(
@@ -102,16 +105,27 @@ class LeastSquares:
         weighted = x * weights[:, None]
         self._information = _FORGETTING**count * self._information + x.T @ weighted
         self._information += weights.sum() * self._floor
-        inverse = np.linalg.inv(self._information)
-        found = np.asarray(coefficients) + inverse @ (weighted.T @ residuals)
-        for place, least in enumerate(self._least):
-            if found[place] < least:
-                # Raised along the inverse, so that the other coefficients compensate: raising one
-                # alone would bias the fit for every observation.
-                found += (least - found[place]) / inverse[place, place] * inverse[place]
-        # Compensation may have pushed another coefficient below its minimum.
-        raised: list[float] = np.maximum(found, self._least).tolist()
-        return raised
+        information = self._information
+        found = np.asarray(coefficients) + np.linalg.solve(information, weighted.T @ residuals)
+        if (found < self._least).any():
+            return self._bounded(found)
+        unbounded: list[float] = found.tolist()
+        return unbounded
+
+    def _bounded(self, best: np.ndarray) -> list[float]:
+        """The coefficients at or above their minima with the least squares; `best` without minima.
+
+        The solutions with each subset of the coefficients at its minimum, all at once: raising one
+        coefficient after the other leaves a sum that no observation supports, for good."""
+        systems = np.where(self._at_least[:, :, None], np.eye(len(best)), self._information)
+        sides = np.where(self._at_least, self._least, self._information @ best)
+        solved = np.linalg.solve(systems, sides[:, :, None])[:, :, 0]
+        solved = np.where(self._at_least, self._least, solved)
+        feasible = solved[(solved >= self._least).all(axis=1)]
+        aside = feasible - best
+        squares = ((aside @ self._information) * aside).sum(axis=1)
+        bounded: list[float] = feasible[squares.argmin()].tolist()
+        return bounded
 
 
 @dataclass(slots=True)

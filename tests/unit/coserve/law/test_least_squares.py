@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from scipy.optimize import lsq_linear
 
 from coserve.law.step_time import LeastSquares
 
@@ -74,6 +75,28 @@ def test_none_falls_below_its_least_and_the_others_make_up_for_it() -> None:
         assert min(fit.coefficients) >= 0.0
     assert fit.coefficients[1] == 0.0
     assert fit.coefficients[0] == pytest.approx(0.04, rel=0.1), "the mean of what was seen"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_several_at_their_least_the_others_are_the_best_beside_them(seed: int) -> None:
+    """Observations of a law with negative coefficients, all in one call: scipy's solution."""
+    rng, law = np.random.default_rng(seed), (0.1, -0.004, 2e-4, -0.003)
+    points = np.column_stack(
+        [np.ones(60), rng.integers(1, 17, 60), rng.integers(0, 100, 60), rng.uniform(0, 4, 60)]
+    )
+    values = np.maximum(points @ law * rng.uniform(0.8, 1.2, 60), 0.005)
+    found = LeastSquares(least=LEAST).updated((0.0,) * 4, points, values)
+    weights = np.sqrt((1 - 1 / 200) ** np.arange(60)[::-1]) / values
+    # What the floor under the information adds: a pull towards the coefficients before, here 0.
+    pull = np.sqrt(1e-3 * (weights**2).sum()) * np.eye(4)
+    best = lsq_linear(
+        np.vstack([points * weights[:, None], pull]),
+        np.concatenate([values * weights, np.zeros(4)]),
+        bounds=(LEAST, np.inf),
+        tol=1e-14,
+    )
+    assert sum(coefficient <= 1e-8 for coefficient in found) >= 1
+    assert found == pytest.approx(best.x, rel=1e-3, abs=1e-6)
 
 
 def test_terms_that_always_come_together_do_not_drift_apart() -> None:

@@ -237,3 +237,78 @@ def test_steps_of_seconds_are_outgrown_a_few_normal_steps_later(after: int) -> N
         model.observe(decodes=16, prefill_tokens=prefill, context_tokens=400, step_s=2.0)
     mixed_steps(model, slow, 60)
     assert model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0) < 3 * slow(8, 0)
+
+
+# Decodes, prefill tokens, tokens of context, milliseconds of a real guest's first steps.
+FIRST_STEPS = [
+    (0, 96, 0, 128.3),
+    (1, 78, 96, 84.0),
+    (1, 53, 224, 60.1),
+    (2, 23, 288, 27.4),
+    (2, 16, 320, 32.0),
+    (2, 11, 352, 30.6),
+    (2, 0, 352, 10.6),
+    (2, 0, 352, 11.0),
+    (2, 2, 352, 13.3),
+    (2, 3, 352, 15.6),
+    (2, 5, 352, 15.2),
+    (3, 6, 352, 18.9),
+    (3, 7, 384, 19.4),
+    (3, 7, 416, 18.9),
+    (3, 4, 416, 17.2),
+    (3, 2, 416, 12.2),
+    (3, 39, 416, 50.9),
+    (3, 45, 480, 60.9),
+    (4, 51, 512, 66.2),
+    (4, 56, 608, 72.8),
+    (5, 62, 640, 79.9),
+    (5, 67, 736, 80.9),
+    (6, 73, 800, 79.4),
+    (7, 78, 928, 92.4),
+    (8, 81, 1024, 98.8),
+    (9, 82, 1152, 124.9),
+    (9, 80, 1248, 96.3),
+    (10, 75, 1344, 97.8),
+    (11, 67, 1440, 87.7),
+    (12, 54, 1536, 103.9),
+    (12, 44, 1632, 66.5),
+    (13, 24, 1664, 48.6),
+    (13, 7, 1728, 31.5),
+    (1, 0, 1728, 7.4),
+    (4, 0, 1760, 12.1),
+    (10, 0, 1760, 19.0),
+    (13, 17, 1760, 46.0),
+    (13, 17, 1824, 40.8),
+    (13, 17, 1824, 41.8),
+    (14, 18, 1856, 41.8),
+    (14, 18, 1888, 42.9),
+    (14, 19, 1920, 34.9),
+    (14, 20, 1920, 47.0),
+    (14, 20, 1952, 48.9),
+    (15, 20, 1984, 45.5),
+    (15, 21, 2016, 45.5),
+    (15, 21, 2080, 44.6),
+    (15, 22, 2112, 49.9),
+    (15, 7, 2112, 38.1),
+    (16, 0, 2112, 28.6),
+    (16, 0, 2144, 52.5),
+    (16, 0, 2144, 27.6),
+    (16, 0, 2176, 28.0),
+    (16, 0, 2176, 26.7),
+    (16, 0, 2176, 29.8),
+    (16, 0, 2208, 30.8),
+]
+
+
+def test_the_first_steps_of_a_real_guest_are_followed() -> None:
+    """A fit whose minima were kept one after the other came to predict sixteen times the truth."""
+    model = StepTimeModel()
+    for count, (decodes, prefill, context, step_ms) in enumerate(FIRST_STEPS):
+        predicted_s = model.predict_s(
+            decodes=decodes, prefill_tokens=prefill, context_tokens=context
+        )
+        if count >= 10:
+            assert 0.6 < predicted_s / (step_ms * 1e-3) < 5.0
+        model.observe(
+            decodes=decodes, prefill_tokens=prefill, context_tokens=context, step_s=step_ms * 1e-3
+        )
