@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.contracts.wire.stops import StopOrder
@@ -153,7 +154,7 @@ class GuestConfig(FrozenSettings):
     """KV cache on each GPU, or, on a CPU, in whole GiB. Fixed, never profiled from free memory."""
     gpus: tuple[str, ...] = Field(default=(), max_length=64)
     """UUIDs of the slot's GPUs; optional if the machine has at most one."""
-    isolation: Literal["idle-group", "idle", "time-slicing", "mps", "none"] | None = None
+    isolation: IsolationBackend | None = None
     """Defaults to the best backend that needs no consent. `mps` also needs the slot's `mps`."""
     active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
     """Under MPS: largest share of a GPU's multiprocessors that the guest may use."""

@@ -17,9 +17,10 @@ from benchmarks.testbed.prerequisites import check_machine
 from benchmarks.testbed.processes import OPERATORS_GROUPS
 from benchmarks.testbed.production_model import SMALL, STEP_TOKENS, ModelShape
 from coserve.guest import isolation
-from coserve.guest.isolation import PREEMPTED, Isolation, IsolationBackend
+from coserve.guest.isolation import Isolation
 from coserve.vllm.launch import GpuOwner, GpuShare
 from examples.grpo.policy_shape import PolicyShape
+from harvester.contracts.isolation import PREEMPTING, IsolationBackend
 
 
 class HardwareKind(StrEnum):
@@ -148,7 +149,7 @@ class CpuHardware(Hardware):
 
     def isolation_at_start(self, backend: Isolation) -> Isolation | None:
         # The guest looks by itself whether it holds, as one that `rosemux guest` starts.
-        return backend if backend.backend in PREEMPTED else None
+        return backend if backend.backend in PREEMPTING else None
 
     def write_policy(self, directory: Path, shape: PolicyShape) -> None:
         # Imports torch, which takes seconds, and most of a run's processes do without.

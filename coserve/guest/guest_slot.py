@@ -14,7 +14,6 @@ from random import random
 from time import thread_time_ns
 
 from coserve.guest.guest_steps import GuestSteps, ProductionMoment
-from coserve.guest.isolation import PREEMPTED, IsolationBackend
 from coserve.guest.isolation_watch import IsolationWatch, ObservedIsolation
 from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
@@ -23,6 +22,7 @@ from coserve.law.granted_pulses import GrantedPulses
 from coserve.law.lending import lending
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.isolation import PREEMPTING, IsolationBackend
 from harvester.contracts.page import (
     OWN_USER,
     Grant,
@@ -153,7 +153,7 @@ class GuestSlot:
     def isolation_watch(self) -> IsolationWatch | None:
         """A watch that is not started yet; None for an isolation that cannot fail later."""
         load = self.load
-        if load.isolation in PREEMPTED:
+        if load.isolation in PREEMPTING:
             backend = IsolationBackend(load.isolation)
             self._watch = IsolationWatch(backend, self._directory, guest=lambda: load.processes)
         return self._watch

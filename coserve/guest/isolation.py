@@ -22,12 +22,12 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import product
 from pathlib import Path
 
 from coserve.guest.gpus import ComputeMode, Gpu
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import PREEMPTING, IsolationBackend
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.mps import (
     NO_DAEMON,
@@ -83,14 +83,6 @@ class MpsShare:
             (THREADS_VARIABLE, f"{self.active_thread_percentage:g}"),
             (PRIORITY_VARIABLE, _PRIORITY_BELOW_NORMAL if self.below_normal else _PRIORITY_NORMAL),
         )
-
-
-class IsolationBackend(StrEnum):
-    IDLE_GROUP = "idle-group"
-    IDLE = "idle"
-    TIME_SLICING = "time-slicing"
-    MPS = "mps"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +223,10 @@ def clear() -> None:
     _GROUPS.clear()
 
 
-PREEMPTED = {IsolationBackend.IDLE_GROUP: IDLE_GROUP, IsolationBackend.IDLE: IDLE_CLASS}
-"""Backends that rely on the kernel's priorities of threads, which other processes may change."""
-
-
 def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iterable[int]) -> None:
     """Raises Unsupported if a guest thread could keep one of production's waiting, or if the kernel
     does not show their priorities. `guest` and `production` are process ids."""
-    if isolation.backend not in PREEMPTED:
+    if isolation.backend not in PREEMPTING:
         return
     try:
         below, above = _priorities(guest), _priorities(production)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
-from coserve.guest.isolation import PREEMPTED, IsolationBackend, check_beside
+from coserve.guest.isolation import IDLE_CLASS, IDLE_GROUP, check_beside
 from harvester.contracts.errors import PeerProtocolError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.process import ProcessId, family, start_ticks
 
@@ -33,7 +34,7 @@ class ObservedIsolation:
 
 
 class IsolationWatch(threading.Thread):
-    """Looks every second; only a backend of `PREEMPTED` needs one."""
+    """Looks every second; only a backend of `PREEMPTING` needs one."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class IsolationWatch(threading.Thread):
     ) -> None:
         """`guest` says which processes the engine has."""
         super().__init__(name="rosemux-isolation", daemon=True)
-        self._isolation = PREEMPTED[backend]
+        self._isolation = IDLE_GROUP if backend is IsolationBackend.IDLE_GROUP else IDLE_CLASS
         self._directory = directory
         self._guest = guest
         self._stopped = threading.Event()

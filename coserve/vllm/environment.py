@@ -21,8 +21,8 @@ from harvester.contracts.page.owners import OWN_USER, PageOwners, environment_ow
 from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
 
 if TYPE_CHECKING:
-    from coserve.guest.isolation import IsolationBackend
     from coserve.law.work_gate import WorkGate
+    from harvester.contracts.isolation import IsolationBackend
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
@@ -87,7 +87,7 @@ def _isolation() -> "IsolationBackend | None":
     name = os.environ.get(ISOLATION_VARIABLE)
     if not name:
         return None
-    from coserve.guest.isolation import IsolationBackend
+    from harvester.contracts.isolation import IsolationBackend
     from harvester.platform.mps import PIPE_VARIABLE
 
     if name not in tuple(IsolationBackend):

@@ -11,11 +11,12 @@ from enum import StrEnum
 
 from coserve.guest import isolation as backends
 from coserve.guest.gpus import Gpu
-from coserve.guest.isolation import Isolation, IsolationBackend, MpsShare
+from coserve.guest.isolation import Isolation, MpsShare
 from coserve.vllm import kv_shared, residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.launch import GpuShare
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 
 _GIB = 1 << 30
 

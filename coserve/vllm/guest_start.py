@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coserve.guest.isolation import IsolationBackend
 from coserve.guest.launch_lock import LaunchLock
 from coserve.law.work_gate import WorkGate
 from coserve.vllm.environment import SlotEnvironment, work_gate
 from coserve.vllm.gloo_device import share_gloo_device
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.platform.parent import end_with
 

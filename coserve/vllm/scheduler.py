@@ -16,7 +16,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from coserve.guest.guest_slot import GuestSlot
-from coserve.guest.isolation import IsolationBackend
 from coserve.guest.memory_deadline import end_guest
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment, work_gate
@@ -30,6 +29,7 @@ from coserve.vllm.residency import WAKE, GuestResidency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.process import process_ids
 from harvester.platform.kv_segment import KvSegment
 

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.isolation import PREEMPTING, IsolationBackend
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -29,10 +30,6 @@ from harvester.policy.settings import AUTO, Mode, SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
-BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
-"""Values of a guest's `isolation`; any other value, such as "", counts as no backend."""
-_PREEMPTING = ("idle-group", "idle")
-"""Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
 _MOST_REQUESTS = 200
 """Most observations of a beat in a histogram: each costs time, and a guest's page may state any
@@ -352,8 +349,9 @@ class SlotExposition:
         self._set("lent_share_ratio", math.nan if lent is None else lent.share_ratio)
         self._set("guest_weights_away", math.nan if guest is None else guest.weights_away)
         self._set("guest_asleep_bytes_max", memory.asleep_bytes_max or math.nan)
-        self._set_one("guest_isolation", known.isolation, BACKENDS)
-        holds = known.isolation_fault == "" if known.isolation in _PREEMPTING else math.nan
+        # Any other value, such as "", counts as no backend.
+        self._set_one("guest_isolation", known.isolation, tuple(IsolationBackend))
+        holds = known.isolation_fault == "" if known.isolation in PREEMPTING else math.nan
         self._set("guest_isolation_holds", holds)
 
     def _set_sharing(self, sample: SlotSample | None, policy: SlotPolicy) -> None:

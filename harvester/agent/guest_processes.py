@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ import msgspec
 from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.process import ProcessId, lineage, start_ticks
 from harvester.platform import whole_file
 from harvester.platform.idle_groups import IdleGroups
@@ -43,14 +43,9 @@ _DYING_NS = 10_000_000_000
 """Bound on the wait for killed processes: the kernel needs time to give back much memory."""
 
 
-class _Place(StrEnum):
-    GROUP = "idle-group"
-    CLASS = "idle"
-
-
 class _Lifted(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessId
-    out_of: _Place
+    out_of: IsolationBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,16 +231,16 @@ class GuestProcesses:
 
     def _lift(self, process: ProcessId) -> None:
         if self._groups.lift(process.pid):
-            self._lifted.add(_Lifted(process=process, out_of=_Place.GROUP))
+            self._lifted.add(_Lifted(process=process, out_of=IsolationBackend.IDLE_GROUP))
             return
         group = scheduling_group(process.pid)
         if is_under_idle(group):
             raise Unsupported(f"its control group {group} is idle and belongs to its operator")
         for _ in _moved(process.pid, idle=False):
-            self._lifted.add(_Lifted(process=process, out_of=_Place.CLASS))
+            self._lifted.add(_Lifted(process=process, out_of=IsolationBackend.IDLE))
 
     def _put_back(self, lifted: "_Lifted") -> None:
-        if lifted.out_of is _Place.GROUP:
+        if lifted.out_of is IsolationBackend.IDLE_GROUP:
             self._groups.settle(lifted.process.pid)
             return
         deque(_moved(lifted.process.pid, idle=True), maxlen=0)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from coserve.guest import isolation
 from coserve.guest.gpus import Gpu, gpus
-from coserve.guest.isolation import IsolationBackend, MpsShare
+from coserve.guest.isolation import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
@@ -28,6 +28,7 @@ from harvester.config import GuestConfig, SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
@@ -143,7 +144,7 @@ def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
     return GuestSettings(
         kv_cache_bytes=requested.kv_cache_bytes,
         gpus=_gpus(requested.gpus),
-        isolation=None if requested.isolation is None else IsolationBackend(requested.isolation),
+        isolation=requested.isolation,
         mps=share,
         shared_kv="" if slot.kvcached is None else slot.kvcached.guest,
         sleeps=requested.sleeps,

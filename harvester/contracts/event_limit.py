@@ -16,6 +16,11 @@ class EventLimit:
     omitted: int = 0
     """Events left out since the last admitted event."""
 
+    @classmethod
+    def of_lines(cls) -> "EventLimit":
+        """Lines of a log about one fault: six at once, then one a minute."""
+        return cls(burst=6.0, per_s=1 / 60)
+
     def admits(self, *, now: float, again: bool = False) -> bool:
         """`again`: for an event that was left out before and counts once."""
         since_s = 0.0 if self.at_s is None else now - self.at_s

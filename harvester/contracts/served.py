@@ -54,6 +54,9 @@ NONE_SERVED = Served()
 _SURE = 4.0
 """Standard errors; more of them with few hours."""
 _UNPROVEN_REQUESTS = 1000
+HOUR_S = 3600.0
+BUDGET_HOURS = 28 * 24
+"""Hours of traffic whose misses an error budget counts."""
 _UNPROVEN_HOURS = 3
 """So many granted requests and hours without a withheld request are no chance: nothing is known in
 production's favour. A busy service has a thousand requests within one slice."""

@@ -276,7 +276,7 @@ class _WithoutSentLines(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._limit = EventLimit(burst=6.0, per_s=1 / 60)
+        self._limit = EventLimit.of_lines()
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -15,15 +15,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from harvester.contracts.served import COUNTS, NONE_SERVED, Served, charged_misses
+from harvester.contracts.served import (
+    BUDGET_HOURS,
+    COUNTS,
+    HOUR_S,
+    NONE_SERVED,
+    Served,
+    charged_misses,
+)
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.policy.own_misses import believable_rate
 from harvester.policy.settings import BudgetSettings
 
 _MINUTE_S = 60.0
-_HOUR_S = 3600.0
 _MINUTES = 6 * 60
-_HOURS = 28 * 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +142,7 @@ def _ring(period_s: float, size: int) -> Ring:
 
 class BudgetState(msgspec.Struct, kw_only=True):
     minutes: Ring = msgspec.field(default_factory=lambda: _ring(_MINUTE_S, _MINUTES))
-    hours: Ring = msgspec.field(default_factory=lambda: _ring(_HOUR_S, _HOURS))
+    hours: Ring = msgspec.field(default_factory=lambda: _ring(HOUR_S, BUDGET_HOURS))
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
@@ -202,7 +207,7 @@ class ErrorBudget:
     def _whole(self) -> tuple[float, float]:
         if self._month is None:
             hours = self.state.hours
-            served = hours.last(_HOURS)
+            served = hours.last(BUDGET_HOURS)
             if not self._proven:
                 charged = served.misses
             else:
@@ -255,7 +260,7 @@ class ErrorBudget:
         state = self.state
         state.slice_s = slice_s
         self._month = None
-        if state.unknown_at_s is not None and now - state.unknown_at_s >= _HOURS * _HOUR_S:
+        if state.unknown_at_s is not None and now - state.unknown_at_s >= BUDGET_HOURS * HOUR_S:
             state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
             ring.add(served, now=now)

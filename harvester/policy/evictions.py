@@ -6,7 +6,7 @@ held until fewer evictions are in the last hour. Counts come from the guest's pa
 
 import msgspec
 
-_HOUR_S = 3600.0
+
 _BIN_S = 60.0
 
 
@@ -26,7 +26,7 @@ class EvictionWindow:
     def observe(self, total: int | None, *, now: float) -> None:
         """`total`: the guest's count; None if unknown. A smaller count belongs to a new guest."""
         state = self.state
-        state.bins = [each for each in state.bins if now - each[0] < _HOUR_S]
+        state.bins = [each for each in state.bins if now - each[0] < HOUR_S]
         if total is None:
             return
         before = total if state.total is None else min(state.total, total)

@@ -155,7 +155,7 @@ class AsyncRolloutClient:
         self._ending: set[asyncio.Task[None]] = set()
         self._announcing: dict[asyncio.Timeout, int] = {}
         """The version of each open call of `announce`."""
-        self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
+        self._warnings = EventLimit.of_lines()
         self._watch = GatewayWatch(
             self._gateway,
             self._job,

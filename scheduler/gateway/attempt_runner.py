@@ -32,7 +32,7 @@ from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
-from scheduler.gateway.policy.course import FirstTokens, TurnCourse
+from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import DispatchTurn, TurnCleared, TurnLeft
 from scheduler.gateway.policy.turn import FINISHED, Turn
 from scheduler.gateway.request_blame import RequestBlame
@@ -53,20 +53,17 @@ class AttemptRunner:
         probing: EngineProbing,
         dispatcher: Dispatcher,
         blame: RequestBlame,
-        first_tokens: FirstTokens,
         clock: Clock,
         *,
         timeouts: Timeouts,
         on_left: Callable[[Turn, Member, int], None],
         on_lease_refused: Callable[[Member], None],
     ) -> None:
-        """`on_left`: called with an attempt's tokens when it has ended. `first_tokens`: those of
-        dedicated engines only, since a guest's gate may be closed before one."""
+        """`on_left`: called with an attempt's tokens when it has ended."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._blame = blame
-        self._first_tokens = first_tokens
         self._clock = clock
         self._timeouts = timeouts
         self._on_left = on_left
@@ -258,7 +255,7 @@ class AttemptRunner:
                 check_finish(choice)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
-                        self._first_tokens.note(running.chunk_at_s - running.began_s)
+                        self._blame.first_tokens.note(running.chunk_at_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound)
                     member.held_tokens = max(member.held_tokens, turn.length)
                     if running.course.too_short:

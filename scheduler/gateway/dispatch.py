@@ -30,30 +30,38 @@ from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 
 
 class Dispatcher:
-    def __init__(self, policy: RoutingPolicy, clock: Clock, *, queue_s: float) -> None:
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        clock: Clock,
+        *,
+        queue_s: float,
+        waits_for_permit: Callable[[JobId], bool] = lambda _job: False,
+        fault_for: Callable[[JobId], str] = lambda _job: "",
+        on_queued: Callable[[], None] = lambda: None,
+        on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None,
+        on_fault: Callable[[Exception], None] = lambda _error: None,
+    ) -> None:
+        """`waits_for_permit`: whether the job's engines exist but belong to another job for now.
+        `fault_for`: a fault that keeps an engine from serving the job, where its callers may see
+        that. `on_queued`: called when a turn finds no place. `on_fault`: called with an error of
+        the policy, whose effects are lost with it."""
         self.policy = policy
         self._clock = clock
         self._queue_s = queue_s
         self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
         self.dispatched: Counter[str] = Counter()
         """Number of placed turns by reason."""
-        self.on_queued: Callable[[], None] = lambda: None
-        """Called when a turn finds no place."""
-        self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None
-        self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
-        """Whether the job's engines exist but belong to another job for now."""
-        self.fault_for: Callable[[JobId], str] = lambda _job: ""
-        """A fault that keeps an engine from serving the job, where its callers may see that."""
-        self.on_fault: Callable[[Exception], None] = lambda _error: None
-        """Called with an error of the policy, whose effects are lost with it."""
+        self._waits_for_permit, self._fault_for = waits_for_permit, fault_for
+        self._on_queued, self._on_forgotten, self._on_fault = on_queued, on_forgotten, on_fault
 
     def observe(self, event: RoutingEvent) -> None:
         for effect in self._decided(event):
             match effect:
                 case QueueTurn():
-                    self.on_queued()
+                    self._on_queued()
                 case ForgetPrefix():
-                    self.on_forgotten(effect)
+                    self._on_forgotten(effect)
                 case DispatchTurn() | RefuseTurn():
                     waiting = self._waiting.get(effect.turn)
                     if waiting is not None and not waiting.done():
@@ -65,7 +73,7 @@ class Dispatcher:
         try:
             return self.policy.observe(event, now=self._clock.now())
         except Exception as error:
-            self.on_fault(error)
+            self._on_fault(error)
             raise
 
     @contextmanager
@@ -141,7 +149,7 @@ class Dispatcher:
         while True:
             since_s, job = self._clock.now(), arrived.job
             barred = self.policy.is_paused(job) or (
-                self.waits_for_permit(job) and not self.policy.may_serve(arrived, unfit=unfit)
+                self._waits_for_permit(job) and not self.policy.may_serve(arrived, unfit=unfit)
             )
             left_s = max(0.0, until_s - since_s)
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
@@ -151,14 +159,14 @@ class Dispatcher:
                 return waiting.result()
             deferred = self.policy.defers(arrived.turn)
             may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
-            if may_serve or self.waits_for_permit(arrived.job):
+            if may_serve or self._waits_for_permit(arrived.job):
                 wait.servable_s = now
             if now - wait.servable_s >= self._queue_s:
                 self._give_up(arrived.turn, waiting)
                 served = f"no engine has served job {arrived.job}"
                 if arrived.numerics:
                     served += f" with the numerics {arrived.numerics!r}"
-                fault = self.fault_for(arrived.job)
+                fault = self._fault_for(arrived.job)
                 reason = f"{served} for {self._queue_s:.0f} s" + f"; {fault}" * bool(fault)
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
             if now >= until_s:

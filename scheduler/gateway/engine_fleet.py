@@ -38,6 +38,7 @@ from scheduler.gateway.policy.versions_events import (
     UpdateEngine,
     VersionsEffect,
 )
+from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.version_switching import VersionSwitching
 from scheduler.model import Engine, EngineKind, Lease
@@ -51,34 +52,34 @@ class EngineFleet:
         self,
         policy: VersionPolicy,
         dispatcher: Dispatcher,
+        blame: RequestBlame,
         log: DecisionLog,
         clock: Clock,
         *,
         update_s: float,
         adapter_of: Callable[[JobId], str | None] = lambda _job: None,
+        leasable: Callable[[], Iterable[EngineDescription]] = tuple,
         on_served: Callable[[Member, float], None] = lambda _member, _seconds: None,
+        on_fault: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters.
-        `on_served`: called with the seconds that an engine's switch took."""
+        `leasable`: engines that may yet be leased. `on_served`: called with the seconds that an
+        engine's switch took. `on_fault`: called with an error of the policy."""
         self.policy = policy
-        self.switching = VersionSwitching(policy, log, clock, self._apply)
+        self.switching = VersionSwitching(policy, log, clock, self._apply, on_fault)
         self.members: dict[EngineId, Member] = {}
         self._dispatcher = dispatcher
+        self._blame = blame
         self._clock = clock
         self._update_s = update_s
         self.adapter_of = adapter_of
-        self._on_served = on_served
+        self._leasable, self._on_served = leasable, on_served
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parked: set[JobId] = set()
         self._active_job: JobId | None = None
         self._served: tuple[JobId, WeightVersion] | None = None
         """Job and version of the last log line."""
         self._context_limit: int | None = None
-        self.leasable: Callable[[], Iterable[EngineDescription]] = tuple
-        """Engines that may yet be leased."""
-        dispatcher.on_forgotten = self._forgotten
-        self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
-        """Called while its turns still are on it, also if it is in doubt."""
 
     def add(
         self,
@@ -130,7 +131,13 @@ class EngineFleet:
         if cut is Cut.DOUBT:
             member.doubted = member.lost()
         if cut in (Cut.ENGINE, Cut.DOUBT):
-            self.on_lost(member, fault)
+            self._blame.died(
+                member.engine.engine,
+                member.lost(),
+                fault,
+                proven=member.doubted is None,
+                now=self._clock.now(),
+            )
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses, member.log.fault = member.losses + 1, fault
         if cut is not Cut.LEASE:  # A lease's end is logged already.
@@ -149,7 +156,7 @@ class EngineFleet:
 
     def review_contexts(self) -> None:
         """Turns that no engine fits are refused, once it is known of every engine."""
-        leasable = [engine.context_tokens for engine in self.leasable()]
+        leasable = [engine.context_tokens for engine in self._leasable()]
         known = [*(member.context_tokens for member in self._agreeing()), *leasable]
         limit = max(known) if known and all(known) else None
         if limit != self._context_limit:
@@ -196,7 +203,7 @@ class EngineFleet:
     def models(self) -> set[str]:
         """Model names of the engines that are known."""
         names = [member.model for member in self._agreeing()]
-        return {*filter(None, [*names, *(engine.model for engine in self.leasable())])}
+        return {*filter(None, [*names, *(engine.model for engine in self._leasable())])}
 
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""
@@ -214,7 +221,7 @@ class EngineFleet:
             member.client.close()
             self.review_contexts()
 
-    def _forgotten(self, effect: ForgetPrefix) -> None:
+    def forget_prefix(self, effect: ForgetPrefix) -> None:
         if (member := self.members.get(effect.engine)) is not None:
             member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
 

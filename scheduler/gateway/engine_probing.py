@@ -2,7 +2,6 @@
 breaks, and from time to time."""
 
 import asyncio
-from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
@@ -11,21 +10,19 @@ from scheduler.gateway.engines.engine_faults import EngineLost
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.versions_events import TimePassed
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.request_blame import RequestBlame
+from scheduler.gateway.running_attempt import Cut
 
 _LATE_FOR_S = 5.0
 """Time after which an event loop that was late is not taken for the cause of a timeout."""
 
 
 class EngineProbing:
-    def __init__(self, fleet: EngineFleet, clock: Clock) -> None:
+    def __init__(self, fleet: EngineFleet, blame: RequestBlame, clock: Clock) -> None:
         self._fleet = fleet
+        self._blame = blame
         self._clock = clock
         self._late_at_s = float("-inf")
-        self.on_proved: Callable[[Member, tuple[RunningAttempt, ...], bool], None] = (
-            lambda _member, _attempts, _dead: None
-        )
-        """Called once it is known whether a silent engine died, with the attempts that it had."""
 
     async def run(self, *, period_s: float) -> None:
         """Bring engines that answer into the fleet and give failed updates their next try."""
@@ -99,7 +96,7 @@ class EngineProbing:
         if (lost := member.doubted) is not None:
             member.doubted = None
             member.client.forget()
-            self.on_proved(member, lost, dead)
+            self._blame.proved(member.engine.engine, lost, dead=dead, now=self._clock.now())
         if not dead:
             self._fleet.up(member)
 

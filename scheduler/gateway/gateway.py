@@ -349,7 +349,7 @@ class Gateway:
             raise web.HTTPForbidden(reason=f"send the token of {OPERATOR}")
         requested = await decoded_body(request, StopRequest, most_bytes=SMALL_BODY_BYTES)
         reply = await self._scheduler.harvest.stops.order(requested)
-        self._scheduler.harvest.wake()
+        self._scheduler.capacity_wake.set()
         return json_reply(reply)
 
     async def _status(self, request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from harvester.contracts.ids import EngineId
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, RequestOnEngine
+from scheduler.gateway.policy.course import FirstTokens
 from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.running_attempt import RunningAttempt, suspected_as
@@ -16,6 +17,8 @@ class RequestBlame:
     def __init__(self) -> None:
         self.policy = BlamePolicy()
         self.deaths = RepeatedDeaths()
+        self.first_tokens = FirstTokens()
+        """First-token times of dedicated engines only: a guest's gate may be closed before one."""
 
     def suspected(self, turn: Turn, now: float) -> str:
         """The request's name while it is suspected; "" above suspicion."""
@@ -70,7 +73,6 @@ class RequestBlame:
         reason: str,
         *,
         proven: bool,
-        usual_first_token_s: float,
         now: float,
     ) -> None:
         """`lost`: what the engine had. `proven`: it is known to have died, and is not just
@@ -86,7 +88,7 @@ class RequestBlame:
                 one.request,
                 broke_s - one.began_s,
                 one.tokens,
-                usual_first_token_s=usual_first_token_s,
+                usual_first_token_s=self.first_tokens.usual_s,
             )
             for one in lost
         ]

@@ -13,12 +13,13 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId
+from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt
 from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
-from scheduler.gateway.capacity.harvested_slots import Harvest
+from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.dialects.renderer import RenderEndpoint, Renderer
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
 from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places
@@ -36,6 +37,7 @@ from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
+    ForgetPrefix,
     Refusal,
     RefuseTurn,
     RoutingConfig,
@@ -45,6 +47,7 @@ from scheduler.gateway.policy.turn import Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import VersionsConfig
+from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turn_runner import TurnRunner
@@ -76,7 +79,7 @@ class Scheduler:
             for given in settings.renderers
         ]
         self.renderer = Renderer(self._renderer_peers, times)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Future[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
         self._harvesting = {job: given.harvesting for job, given in self.jobs.items()}
@@ -88,33 +91,47 @@ class Scheduler:
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
         moved = {"moved_after_s": settings.timeouts.guest_stall_s}
         routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
-        self.dispatcher = Dispatcher(routing, clock, queue_s=times.queue_s)
+        self._policy_fault: asyncio.Future[None] | None = None
+        self.capacity_wake = asyncio.Event()
+        """Set where something changed that leases depend on."""
+        self.dispatcher = Dispatcher(
+            routing,
+            clock,
+            queue_s=times.queue_s,
+            waits_for_permit=lambda job: not self.fleet.may_use_dedicated(job),
+            fault_for=lambda job: next(iter(self.versions.faults(job)), ""),
+            on_queued=self.capacity_wake.set,
+            on_forgotten=self._forget_prefix,
+            on_fault=self._fail,
+        )
         versions_config = {
             "min_dedicated": int(any(e.kind is EngineKind.DEDICATED for e in settings.engines)),
             **settings.versions,
         }
         versions = VersionPolicy.from_config(versions_config)
         self._versions_log = self._log(versions, msgspec.convert(versions_config, VersionsConfig))
+        self.blame = blame = RequestBlame()
         self.fleet = EngineFleet(
             versions,
             self.dispatcher,
+            blame,
             self._versions_log,
             clock,
             update_s=times.update_s,
             adapter_of=lambda job: self.jobs[job].adapter,
+            leasable=self._leasable,
+            on_fault=self._fail,
             on_served=lambda member, seconds: self.metrics.switch_s.labels(
                 member.engine.kind
             ).observe(seconds),
         )
-        self.dispatcher.waits_for_permit = lambda job: not self.fleet.may_use_dedicated(job)
-        self.harvest = self._make_harvest()
-        self.fleet.leasable = self.harvest.leasable
-        self.dispatcher.on_queued = self.harvest.wake
-        self.probing = EngineProbing(self.fleet, clock)
+        self.harvest = self._make_slots()
+        self.probing = EngineProbing(self.fleet, blame, clock)
         self.runner = TurnRunner(
             self.fleet,
             self.probing,
             self.dispatcher,
+            blame,
             clock,
             timeouts=times,
             max_attempts=settings.max_attempts,
@@ -153,22 +170,22 @@ class Scheduler:
             state,
             clock,
             publish_s=times.publish_s,
-            on_activated=self.harvest.wake,
+            on_activated=self.capacity_wake.set,
             on_other_run=self._end_run,
         )
-        self.dispatcher.fault_for = lambda job: next(iter(self.versions.faults(job)), "")
 
-    def _make_harvest(self) -> Harvest:
+    def _make_slots(self) -> HarvestedSlots:
         settings = self.settings
         config = {"instance": f"gateway-{secrets.token_hex(12)}", **settings.capacity}
         policy = CapacityPolicy.from_config(config)
         self._capacity_log = self._log(policy, msgspec.convert(config, CapacityConfig))
-        return Harvest(
+        return HarvestedSlots(
             policy,
             self.fleet,
             self.state,
             self._capacity_log,
             self._clock,
+            wake=self.capacity_wake,
             agents={agent.id: self._agent(agent) for agent in settings.agents},
             guests={SlotId(e.slot): e for e in settings.engines if e.slot is not None},
             client_of=self._engine_client,
@@ -243,8 +260,8 @@ class Scheduler:
         ]
         if self.settings.agents:
             loops.append(self.harvest.run(period_s=self.settings.capacity_period_s))
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
-        self._tasks.append(asyncio.create_task(self._policy_fault()))
+        self._policy_fault = asyncio.get_running_loop().create_future()
+        self._tasks = [*map(asyncio.create_task, loops), self._policy_fault]
 
     def _resume(self) -> None:
         for job in self.state.parked():
@@ -254,16 +271,16 @@ class Scheduler:
                 self._harvesting[job] = facts.harvesting
         self.versions.resume()
 
-    async def _policy_fault(self) -> None:
-        """Raises an error of a policy: turns that it had placed would wait for ever."""
-        fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _leasable(self) -> list[EngineDescription]:
+        return self.harvest.leasable()
 
-        def fail(error: Exception) -> None:
-            if not fault.done():
-                fault.set_exception(error)
+    def _forget_prefix(self, effect: ForgetPrefix) -> None:
+        self.fleet.forget_prefix(effect)
 
-        self.dispatcher.on_fault = self.fleet.switching.on_fault = fail
-        await fault
+    def _fail(self, error: Exception) -> None:
+        """An error of a policy: turns that it had placed would wait for ever."""
+        if self._policy_fault is not None and not self._policy_fault.done():
+            self._policy_fault.set_exception(error)
 
     async def failed(self) -> None:
         """Returns never; raises what stopped one of the loops, which must all go on, or a policy's
@@ -392,7 +409,7 @@ class Scheduler:
                 self._harvesting[job] = on
             case Switch.DEDICATED:
                 self.fleet.use_dedicated(job, enabled=on)
-        self.harvest.wake()
+        self.capacity_wake.set()
 
     def unrecorded(self) -> list[str]:
         """Nouns for the facts that journals and state file lack now."""

@@ -16,7 +16,7 @@ from scheduler.gateway.engines.engine_faults import (
 )
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.policy.attempt import output_fields
-from scheduler.gateway.policy.course import FirstTokens, TurnCourse
+from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     Refusal,
@@ -25,7 +25,7 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stall_watch import WATCH_S, StallWatch
 
@@ -39,6 +39,7 @@ class TurnRunner:
         fleet: EngineFleet,
         probing: EngineProbing,
         dispatcher: Dispatcher,
+        blame: RequestBlame,
         clock: Clock,
         *,
         timeouts: Timeouts,
@@ -59,18 +60,15 @@ class TurnRunner:
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
-        self._first_tokens = FirstTokens()
-        """First-token times of dedicated engines only: a guest's gate may be closed before one."""
-        self.blame = RequestBlame()
+        self._blame = blame
         self.stalls = StallWatch(
-            fleet, probing, dispatcher, clock, timeouts, self._first_tokens, on_loop_late
+            fleet, probing, dispatcher, clock, timeouts, blame.first_tokens, on_loop_late
         )
         self._attempts = AttemptRunner(
             fleet,
             probing,
             dispatcher,
-            self.blame,
-            self._first_tokens,
+            blame,
             clock,
             timeouts=timeouts,
             on_left=on_left,
@@ -78,8 +76,6 @@ class TurnRunner:
         )
         self._returns_partial = returns_partial
         self._on_interrupted = on_interrupted
-        fleet.on_lost = self._engine_lost
-        probing.on_proved = self._engine_proved
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
@@ -119,7 +115,7 @@ class TurnRunner:
 
     def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""
-        if reason := self.blame.quarantined(turn, now):
+        if reason := self._blame.quarantined(turn, now):
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
         if turn.token_ids and turn.counts_output and self._nowhere(turn):
@@ -146,8 +142,8 @@ class TurnRunner:
     ) -> DispatchTurn | RefuseTurn | None:
         """The turn's placement, or None to review the turn again. `now`: the time of its review; a
         verdict that falls due after it delays the turn until the next review."""
-        course.suspect = suspect = self.blame.tried_apart(turn, now)
-        if wait_s := self.blame.verdict_in_s(turn, now):
+        course.suspect = suspect = self._blame.tried_apart(turn, now)
+        if wait_s := self._blame.verdict_in_s(turn, now):
             await asyncio.sleep(min(wait_s, WATCH_S))
             return None
         avoid = self._shunned(suspect, now) | course.avoids(now=now)
@@ -166,8 +162,10 @@ class TurnRunner:
         )
         # A request of the same content may have failed engines while this one waited.
         now = self._clock.now()
-        unforeseen = self.blame.suspected(turn, now) and not suspect
-        held = self.blame.quarantined(turn, now) or unforeseen or self.blame.verdict_in_s(turn, now)
+        unforeseen = self._blame.suspected(turn, now) and not suspect
+        held = (
+            self._blame.quarantined(turn, now) or unforeseen or self._blame.verdict_in_s(turn, now)
+        )
         if isinstance(placed, DispatchTurn) and held:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return None
@@ -175,7 +173,7 @@ class TurnRunner:
 
     def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
         """Engines that the suspect avoids, while there is another engine."""
-        shunned = self.blame.policy.shunned(suspect, now=now)
+        shunned = self._blame.policy.shunned(suspect, now=now)
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
 
@@ -184,19 +182,6 @@ class TurnRunner:
         members = self._fleet.members.values()
         known = all(member.description is not None for member in members)
         return bool(members) and known and len(unfit_for(turn, self._fleet.members)) == len(members)
-
-    def _engine_lost(self, member: Member, fault: str) -> None:
-        self.blame.died(
-            member.engine.engine,
-            member.lost(),
-            fault,
-            proven=member.doubted is None,
-            usual_first_token_s=self._first_tokens.usual_s,
-            now=self._clock.now(),
-        )
-
-    def _engine_proved(self, member: Member, lost: tuple[RunningAttempt, ...], dead: bool) -> None:
-        self.blame.proved(member.engine.engine, lost, dead=dead, now=self._clock.now())
 
     def close(self) -> None:
         """End every turn with its tokens so far."""

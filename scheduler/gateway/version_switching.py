@@ -23,17 +23,17 @@ class VersionSwitching:
         log: DecisionLog,
         clock: Clock,
         apply: Callable[[VersionsEffect], None],
+        on_fault: Callable[[Exception], None],
     ) -> None:
-        """`apply` carries out an effect, and may raise further events."""
+        """`apply` carries out an effect, and may raise further events. `on_fault`: called with an
+        error of the policy, whose effects are lost with it."""
         self._policy = policy
         self._log = log
         self._clock = clock
-        self._apply = apply
+        self._apply, self._on_fault = apply, on_fault
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
         self._changed = asyncio.Event()
-        self.on_fault: Callable[[Exception], None] = lambda _error: None
-        """Called with an error of the policy, whose effects are lost with it."""
 
     def observe(self, event: VersionsEvent) -> None:
         """Effects may raise further events; they are taken one after another."""
@@ -56,7 +56,7 @@ class VersionSwitching:
         try:
             return self._policy.observe(sample, now=now)
         except Exception as error:
-            self.on_fault(error)
+            self._on_fault(error)
             raise
 
     async def settled(

@@ -3,7 +3,8 @@
     real      LeaseTable, SlotPolicy with its durable state, the order that binds; CapacityPolicy,
               Lease; the gate's decision from the grant
     modelled  files, pages and messages between them, the guest's fence by epoch, and the order in
-              which the shells (`NodeAgent`, `Slot`, `Harvest`, `EpochMiddleware`) call the policies
+              which the shells (`NodeAgent`, `Slot`, `HarvestedSlots`, `EpochMiddleware`) call the
+              policies
 
 A tick is a second: half of a margin's worth of anything is over with it, so that a grant page that
 was written before it has expired, and the fence has seen the page. Invariants:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 import pytest
 
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.isolation import TIME_SLICING, IsolationBackend, MpsShare, choose
+from coserve.guest.isolation import TIME_SLICING, MpsShare, choose
 from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.process import ProcessId
 from harvester.platform.mps import ServerStatus
 from tests.gpu.child import Child

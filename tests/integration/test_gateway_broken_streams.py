@@ -105,7 +105,7 @@ async def a_turn_whose_trial_is_silent(
     engines = [fake(step_s=0.01), fake(step_s=0.01)]
     async with gateway_on(*engines, timeouts={"connect_s": 0.1}) as gateway:
         await gateway.publish(1)
-        gateway.scheduler.runner.blame.policy = BlamePolicy(quiet_s=0, held_s=held_s)
+        gateway.scheduler.blame.policy = BlamePolicy(quiet_s=0, held_s=held_s)
         turn = asyncio.create_task(gateway.generate("t", 60))
         await gateway.until_tokens(5)
         first, second = sorted(engines, key=lambda engine: not engine.open)
@@ -125,7 +125,7 @@ async def test_a_turn_on_trial_is_not_refused_for_an_engine_that_was_silent(held
         status, choice = await turn
         assert (status, choice["finish_reason"], choice["fault"]) == (200, "length", "")
         assert choice["token_ids"] == continued(PROMPT, 60, version=1)
-        assert gateway.scheduler.runner.blame.policy.idle
+        assert gateway.scheduler.blame.policy.idle
 
 
 async def test_a_turn_on_trial_is_refused_once_its_silent_engine_proves_dead() -> None:
@@ -143,7 +143,7 @@ async def test_a_turn_is_not_blamed_for_an_engine_whose_streams_break_and_that_l
     engine = fake()
     async with gateway_on(engine) as gateway:
         await gateway.publish(1)
-        gateway.scheduler.runner.blame.policy = BlamePolicy(quiet_s=0, held_s=0)
+        gateway.scheduler.blame.policy = BlamePolicy(quiet_s=0, held_s=0)
         engine.breaks_after, engine.breaks = 2, 20
         status, choice = await gateway.generate("t", 40)
         assert (status, choice["finish_reason"], choice["fault"]) == (200, "length", "")

@@ -198,12 +198,12 @@ async def test_weights_changed_by_another_hand_are_no_turns_fault() -> None:
         async with asyncio.timeout(10):
             while engines[0].calls.count("/update_weights") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert gateway.scheduler.runner.blame.policy.idle
+        assert gateway.scheduler.blame.policy.idle
         for engine in engines:
             engine.weight_calls += 1
         for status, choice in await asyncio.gather(*turns):
             assert (status, choice["finish_reason"]) == (200, "length")
-        assert gateway.scheduler.runner.blame.policy.idle
+        assert gateway.scheduler.blame.policy.idle
 
 
 async def test_an_engine_with_two_owners_is_named_and_left_alone_for_longer(caplog) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, Sharing
-from coserve.guest.isolation import IsolationBackend
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 
 pytestmark = pytest.mark.timeout(200)

@@ -3,6 +3,7 @@
 Production and guests only write their pages. Leases and budgets run on one clock of the test.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from harvester.contracts.wire.leases import SlotOffers
 from harvester.platform.tls import NO_CREDENTIALS
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
-from scheduler.gateway.capacity.harvested_slots import Harvest
+from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.budget_ledger import SharedBudget
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
@@ -166,12 +167,13 @@ class Fleet:
         demand = Demand(
             job=JobId("j"), active=True, harvesting=True, queued=9, running=0, dedicated_places=0
         )
-        self.harvest = Harvest(
+        self.harvest = HarvestedSlots(
             policy,
             Guests(),  # type: ignore[arg-type]
             self.state,
             DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
+            wake=asyncio.Event(),
             agents=dict(self.lines),
             guests={},
             client_of=lambda _url, _credentials: None,  # type: ignore[arg-type, return-value]

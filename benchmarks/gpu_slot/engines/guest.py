@@ -13,9 +13,9 @@ from random import Random
 from benchmarks.gpu_slot.device import Device, Work
 from benchmarks.gpu_slot.engines.step_log import GuestLog, LoggedStep
 from coserve.guest.guest_slot import GuestSlot
-from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.waker import BEAT_S, Waker
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.process import process_ids
 
 _PREFILL_EVERY = 16

@@ -4,7 +4,7 @@ import msgspec
 
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
-from coserve.guest.isolation import IsolationBackend
+from harvester.contracts.isolation import IsolationBackend
 
 ENGINE = "production"
 """Production's name, and its pulse page's."""

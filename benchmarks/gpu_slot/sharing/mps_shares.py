@@ -23,8 +23,9 @@ from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
 from benchmarks.testbed.slot import SLOT
-from coserve.guest.isolation import IsolationBackend, MpsShare
+from coserve.guest.isolation import MpsShare
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 from harvester.platform.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from harvester.platform.parent import end_with

@@ -16,7 +16,8 @@ from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
 from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing, Sizes
 from benchmarks.testbed.slot import SLOT
 from coserve.guest.gpus import gpus
-from coserve.guest.isolation import Isolation, IsolationBackend, choose
+from coserve.guest.isolation import Isolation, choose
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.records import Law
 

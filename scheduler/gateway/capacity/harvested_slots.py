@@ -68,7 +68,7 @@ _Calls = dict[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]
 """Calls by their kind and the agent, slot or lease that they are about."""
 
 
-class Harvest:
+class HarvestedSlots:
     def __init__(
         self,
         policy: CapacityPolicy,
@@ -77,6 +77,7 @@ class Harvest:
         log: DecisionLog,
         clock: Clock,
         *,
+        wake: asyncio.Event,
         agents: dict[str, AgentClient],
         guests: dict[SlotId, EngineSettings],
         client_of: Callable[[str, Credentials], EngineClient],
@@ -84,7 +85,8 @@ class Harvest:
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
-        """`credentials`: for the guests of each agent; a guest's own entry goes first."""
+        """`wake`: set where something changed, to look at once instead of at the next period.
+        `credentials`: for the guests of each agent; a guest's own entry goes first."""
         self._policy = policy
         self._fleet = fleet
         self._state = state
@@ -100,7 +102,7 @@ class Harvest:
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._open: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._wake = asyncio.Event()
+        self._wake = wake
         self.budgets = BudgetAllotments(state, clock)
         self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
@@ -117,10 +119,6 @@ class Harvest:
             if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
             and not self._fleet.clash_of(offer.engine)
         ]
-
-    def wake(self) -> None:
-        """Something changed; look at once instead of at the next period."""
-        self._wake.set()
 
     @property
     def slack_s(self) -> float:
@@ -235,7 +233,7 @@ class Harvest:
         self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
         if member.lease is not None:
             self._doubted.add(member.lease.lease)
-            self.wake()
+            self._wake.set()
 
     async def release_all(self) -> None:
         effects = [
@@ -404,7 +402,7 @@ class Harvest:
 
     def _log_lease(self, lease: Lease, what: str) -> None:
         """A slot whose production flaps gets a few lines, then one a minute."""
-        limit = self._limits.setdefault(lease.slot, EventLimit(burst=6.0, per_s=1 / 60))
+        limit = self._limits.setdefault(lease.slot, EventLimit.of_lines())
         if limit.admits(now=self._clock.now()):
             omitted = f" ({before} lines left out before)" if (before := limit.taken()) else ""
             line = "slot %s of agent %s: lease %d of job %s %s%s"

@@ -206,7 +206,7 @@ class Renderer:
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
         self._away, self._returns, self._fault = False, 0, ""
         self._looking = asyncio.Lock()
-        self._malformed = EventLimit(burst=6.0, per_s=1 / 60)
+        self._malformed = EventLimit.of_lines()
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
         """A generate request for each prompt. Raises RenderRefused, RendererFault, Exhausted."""

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 import msgspec
 
 from harvester.contracts.ids import Epoch
-from harvester.contracts.served import Served, charged_misses
+from harvester.contracts.served import BUDGET_HOURS, HOUR_S, Served, charged_misses
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 
-HOUR_S = 3600.0
-HOURS = 28 * 24
 _FRESH_S = 30.0
 """A leased slot with a newer report shares in the rest of the budget; its lease ends sooner."""
 _TRAFFIC_HALF_S = 3600.0
@@ -145,7 +143,7 @@ class BudgetLedger:
 
     def forget(self, *, now: float) -> None:
         """Drop accounts and hours that are older than 28 days."""
-        oldest = int(now // HOUR_S) - HOURS
+        oldest = int(now // HOUR_S) - BUDGET_HOURS
         gone: list[LifeKey | HourKey] = [
             *(key for key, each in self.accounts.items() if each.heard_s < oldest * HOUR_S),
             *(key for key in self.hours if key.hour <= oldest),

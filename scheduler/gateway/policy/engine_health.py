@@ -66,7 +66,7 @@ class EngineLog:
     losses: int = 0
     fault: str = ""
     """Reason of the last loss."""
-    limit: EventLimit = field(default_factory=lambda: EventLimit(burst=6.0, per_s=1 / 60))
+    limit: EventLimit = field(default_factory=EventLimit.of_lines)
 
     def line(self, *, up: bool, losses: int, now: float) -> str:
         """The line that is due; empty without one."""

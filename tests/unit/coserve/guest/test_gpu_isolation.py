@@ -12,13 +12,13 @@ from coserve.guest.isolation import (
     NO_ISOLATION,
     TIME_SLICING,
     Isolation,
-    IsolationBackend,
     MpsShare,
     apply_to_process,
     choose,
     lift_from_process,
 )
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.platform.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
 from tests.mps_daemon import MpsDaemon
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from coserve.guest import isolation
-from coserve.guest.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION, IsolationBackend
+from coserve.guest.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION
 from harvester.contracts.errors import Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.platform.scheduling_group import CpuPriority
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from coserve.guest import isolation
 from coserve.guest.guest_slot import GuestSlot
-from coserve.guest.isolation import IDLE_CLASS, IsolationBackend
+from coserve.guest.isolation import IDLE_CLASS
 from coserve.guest.isolation_watch import IsolationWatch
+from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.process import ProcessId, process_ids
 from harvester.platform.scheduling_group import CpuPriority
 from tests.unit.coserve.conftest import Slot

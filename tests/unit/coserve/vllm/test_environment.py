@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.isolation import IsolationBackend
 
 SetRole = Callable[[str, Path], None]
 

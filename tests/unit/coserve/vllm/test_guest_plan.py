@@ -7,11 +7,12 @@ import pytest
 
 from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.isolation import IsolationBackend, MpsShare
+from coserve.guest.isolation import MpsShare
 from coserve.vllm import kv_shared
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.guest_plan import Answer, GuestSettings, MemoryPlacement, answers, plan
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 from harvester.platform.kv_segment import KVCACHED_VERSION
 from tests.mps_daemon import MpsDaemon
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.guest_start import end_with_starter
+from harvester.contracts.isolation import IsolationBackend
 
 END_S = 60.0
 # An API server that starts an engine core as vLLM does, and is killed when the core says that it

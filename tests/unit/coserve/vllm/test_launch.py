@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.guest.isolation import TIME_SLICING, Isolation, IsolationBackend
+from coserve.guest.isolation import TIME_SLICING, Isolation
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.launch import (
@@ -20,6 +20,7 @@ from coserve.vllm.launch import (
     production,
 )
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.isolation import IsolationBackend
 
 IDENTITY = "coserve.vllm.identity.IdentityMiddleware"
 MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")

@@ -9,17 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from coserve.guest import isolation
-from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.capabilities import installed_vllm_version
-from harvester.agent.exposition import BACKENDS
 from harvester.agent.guest_engine import GuestEngine
 from harvester.cli import main
-from harvester.config import GuestConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, Pulse
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
@@ -350,12 +346,6 @@ def test_a_guest_that_may_not_leave_the_idle_class_ends_as_asked(
     monkeypatch.setattr(isolation, "lift_from_process", refuse)
     code, shown = said(write(), capsys, dry_run=False)
     assert code == 0, shown
-
-
-def test_the_file_s_words_are_the_backends() -> None:
-    (words, none) = get_args(GuestConfig.model_fields["isolation"].annotation)
-    assert set(get_args(words)) == set(IsolationBackend) == set(BACKENDS)
-    assert none is type(None)
 
 
 def test_a_dry_run_says_of_each_thing_that_a_guest_needs_whether_it_is_there(

@@ -52,6 +52,7 @@ from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated
+from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.turn_runner import TurnRunner
 from scheduler.model import Engine, EngineKind
@@ -382,12 +383,19 @@ class Cluster:
         versions = VersionPolicy.from_config({"min_dedicated": 1})
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
-        self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
-        self.probing = EngineProbing(self.fleet, clock)
+        self.blame = RequestBlame()
+        self.blame.policy = blame or BlamePolicy(quiet_s=0, held_s=0)
+        self.fleet = EngineFleet(versions, dispatcher, self.blame, log, clock, update_s=1)
+        self.probing = EngineProbing(self.fleet, self.blame, clock)
         self.runner = TurnRunner(
-            self.fleet, self.probing, dispatcher, clock, timeouts=Timeouts(), max_attempts=8
+            self.fleet,
+            self.probing,
+            dispatcher,
+            self.blame,
+            clock,
+            timeouts=Timeouts(),
+            max_attempts=8,
         )
-        self.runner.blame.policy = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]
         self.members = []
@@ -522,7 +530,7 @@ def test_streams_that_break_and_engines_that_are_silent_cost_no_turn(
             client.breaks, client.silences = 12, [Change.UNKNOWN] * unanswered
         ended = await cluster.run(*(cluster.serve(f"t{n}", (n,), 12) for n in range(others + 1)))
         assert {turn.finish_reason for turn, _ in ended} == {FinishReason.LENGTH}
-        assert cluster.runner.blame.policy.idle
+        assert cluster.blame.policy.idle
         assert cluster.ledger.counters.lost == 0
 
     asyncio.run(case())
@@ -571,7 +579,7 @@ def test_a_request_that_no_engine_saw_is_blamed_for_none() -> None:
             client.gone = True
         ((turn, _),) = await cluster.run(cluster.serve("r", (1,), 4))
         assert turn.finish_reason is FinishReason.LENGTH
-        assert cluster.runner.blame.policy.idle
+        assert cluster.blame.policy.idle
 
     asyncio.run(case())
 
@@ -670,7 +678,7 @@ def test_a_turn_with_tokens_does_not_end_by_the_verdict_on_its_prompt() -> None:
 
         def restart() -> None:
             if len(turn.token_ids) == 5:
-                blame = cluster.runner.blame.policy
+                blame = cluster.blame.policy
                 failed(blame, A, turn.content)
                 blame.placed(turn.content, B)
                 failed(blame, B, turn.content)

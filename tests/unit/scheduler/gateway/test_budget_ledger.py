@@ -3,9 +3,9 @@
 from msgspec.structs import replace
 
 from harvester.contracts.ids import Epoch
-from harvester.contracts.served import Served
+from harvester.contracts.served import BUDGET_HOURS, HOUR_S, Served
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
-from scheduler.gateway.policy.budget_ledger import HOUR_S, HOURS, BudgetLedger
+from scheduler.gateway.policy.budget_ledger import BudgetLedger
 
 REPORT = BudgetReport(
     service="chat", life="a", run=1, served=Served(), charged=0.0, allowed_ratio=0.001,
@@ -82,9 +82,9 @@ def test_a_lost_slot_keeps_its_part_of_the_budget_for_28_days() -> None:
     heard(ledger, served, now=60.0)
     assert allot(ledger, "new", now=60.0).misses == 0
     assert allot(ledger, "b", now=60.0).misses <= 200 - lost.misses
-    ledger.forget(now=HOURS * HOUR_S)
-    assert ledger.budget("chat", now=HOURS * HOUR_S).outstanding >= lost.misses
-    ledger.forget(now=(HOURS + 2) * HOUR_S)
+    ledger.forget(now=BUDGET_HOURS * HOUR_S)
+    assert ledger.budget("chat", now=BUDGET_HOURS * HOUR_S).outstanding >= lost.misses
+    ledger.forget(now=(BUDGET_HOURS + 2) * HOUR_S)
     assert not ledger.accounts
     assert not ledger.hours
 

@@ -29,11 +29,15 @@ JOB = JobId("job")
 QUEUE_S = 0.4
 
 
-@pytest.fixture
-def dispatcher() -> Dispatcher:
-    made = Dispatcher(RoutingPolicy(RoutingConfig()), MonotonicClock(), queue_s=QUEUE_S)
+def make(**given: Any) -> Dispatcher:
+    made = Dispatcher(RoutingPolicy(RoutingConfig()), MonotonicClock(), queue_s=QUEUE_S, **given)
     made.observe(Retarget(job=JOB, version=WeightVersion(1)))
     return made
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    return make()
 
 
 def turn(name: str) -> Turn:
@@ -74,8 +78,8 @@ async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_lo
     assert placed.refusal is Refusal.UNSERVED
 
 
-async def test_a_refusal_says_the_fault_of_an_engine(dispatcher: Dispatcher) -> None:
-    dispatcher.fault_for = lambda job: f"engine e0: cannot serve {job}"
+async def test_a_refusal_says_the_fault_of_an_engine() -> None:
+    dispatcher = make(fault_for=lambda job: f"engine e0: cannot serve {job}")
     refused = await place(dispatcher, "r", EngineWait(), 60.0)
     assert refused.reason.endswith("for 0 s; engine e0: cannot serve job")
 
@@ -100,11 +104,8 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
 
 
 @pytest.mark.parametrize("by", ["permit", "pause", "engines"])
-async def test_a_wait_for_a_permit_or_a_pause_is_counted_apart(
-    dispatcher: Dispatcher, by: str
-) -> None:
-    wait = EngineWait()
-    dispatcher.waits_for_permit = lambda _job: by == "permit"
+async def test_a_wait_for_a_permit_or_a_pause_is_counted_apart(by: str) -> None:
+    wait, dispatcher = EngineWait(), make(waits_for_permit=lambda _job: by == "permit")
     dispatcher.observe(JobPaused(job=JOB, paused=by == "pause"))
     began_s = MonotonicClock().now()
     waiting = asyncio.create_task(place(dispatcher, "t", wait, 60.0))

@@ -27,6 +27,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionPublished,
     VersionsConfig,
 )
+from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.model import Engine, EngineKind
 from tests.virtual_clock import VirtualClock
@@ -75,11 +76,11 @@ def _version(number: int) -> JobVersion:
     return JobVersion(job=JOB, store="s" if number else "", version=WeightVersion(number))
 
 
-def _fleet(clock: VirtualClock) -> EngineFleet:
+def _fleet(clock: VirtualClock, blame: RequestBlame | None = None) -> EngineFleet:
     versions = VersionPolicy(VersionsConfig(min_dedicated=1))
     log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
     dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
-    return EngineFleet(versions, dispatcher, log, clock, update_s=1)
+    return EngineFleet(versions, dispatcher, blame or RequestBlame(), log, clock, update_s=1)
 
 
 def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind) -> Member:
@@ -113,8 +114,7 @@ async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_sti
 async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_not_to_blame() -> (
     None
 ):
-    fleet, lost = _fleet(VirtualClock()), []
-    fleet.on_lost = lambda member, _fault: lost.append(member)
+    fleet = _fleet(VirtualClock())
     fleet.switching.observe(JobActivated(job=JOB))
     guest = _joined(
         fleet, Client(EngineDescription(vocabulary=32)), EngineId("g0"), EngineKind.GUEST
@@ -131,7 +131,7 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
     assert (first.up, guest.up) == (True, False)
     assert "vocabulary 32, not 64" in guest.fault
     assert running.why_cut is Cut.CLASH
-    assert not lost, "it did not die"
+    assert running.course.deaths == 0, "it did not die"
     await fleet.close()
     await asyncio.sleep(0)
 
@@ -182,12 +182,13 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
 
 
 async def test_a_timeout_beside_a_late_event_loop_is_no_engine_s_silence() -> None:
-    clock = VirtualClock()
-    fleet = _fleet(clock)
+    clock, blame = VirtualClock(), RequestBlame()
+    fleet = _fleet(clock, blame)
     fleet.switching.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
     assert await fleet.switching.settled(_version(0), timeout_s=5)
-    silent, probing = EngineUnreachable("TimeoutError", Change.NONE), EngineProbing(fleet, clock)
+    probing = EngineProbing(fleet, blame, clock)
+    silent = EngineUnreachable("TimeoutError", Change.NONE)
     clock.advance_to(10.0)
     probing.was_late()
     clock.advance_to(14.0)

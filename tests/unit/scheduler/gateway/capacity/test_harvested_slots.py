@@ -28,7 +28,7 @@ from harvester.contracts.wire.leases import (
 from harvester.platform.tls import Credentials
 from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.capacity.harvested_slots import Harvest
+from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.running_attempt import Cut
@@ -172,12 +172,13 @@ class Stage:
         self.agents = {name: Agent(self.clock, name) for name in agents or ("n",)}
         self.fleet = Fleet()
         policy = CapacityPolicy(CapacityConfig(instance="i"))
-        self.harvest = Harvest(
+        self.harvest = HarvestedSlots(
             policy,
             self.fleet,  # type: ignore[arg-type]
             state or SchedulerState(None),
             DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
+            wake=asyncio.Event(),
             agents=self.agents,  # type: ignore[arg-type]
             guests={},
             client_of=lambda _url, _credentials: None,  # type: ignore[arg-type, return-value]
