@@ -6,6 +6,7 @@ held until fewer evictions are in the last hour. Counts come from the guest's pa
 
 import msgspec
 
+from harvester.contracts.served import HOUR_S
 
 _BIN_S = 60.0
 
