@@ -11,13 +11,13 @@ from http.client import HTTPResponse
 from random import Random
 from threading import Lock
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, PeerProtocolError
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
+from harvester.platform.blocking_peer import http_address
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
@@ -41,8 +41,8 @@ class HttpSource(StoreSource):
     """One store at `url`, `http(s)://HOST:PORT/stores/NAME`."""
 
     def __init__(self, url: str, access: Access | None = None) -> None:
-        address = urlsplit(url.rstrip("/"))
-        if address.scheme not in {"http", "https"} or not address.hostname or address.query:
+        address = http_address(url)
+        if address is None or address.query:
             raise ConfigError(f"{url}: use http(s)://HOST:PORT/stores/NAME")
         if address.username is not None:
             raise ConfigError("a URL with a user in it: give a token file instead")
