@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,7 +24,7 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
-from scheduler.gateway.dialects.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from scheduler.gateway.dialects.text_dialect import Body, Dialect
 from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
@@ -60,7 +59,6 @@ _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_tok
 _ENCODER = msgspec.json.Encoder()
 _log = logging.getLogger(__name__)
 
-Body = dict[str, Any]
 _CallLimit = AbstractAsyncContextManager[None]
 
 
@@ -86,89 +84,6 @@ class _Rendered(msgspec.Struct):
 
 class _Tokenized(msgspec.Struct):
     tokens: tuple[int, ...]
-
-
-class _TokenText(msgspec.Struct):
-    top_logprobs: tuple[Body, ...]
-
-
-class _ChatLogprobs(msgspec.Struct):
-    content: tuple[_TokenText, ...] | None
-
-
-class _ChatChoice(msgspec.Struct):
-    message: Body | None = None
-    delta: Body | None = None
-    logprobs: _ChatLogprobs | None = None
-
-
-class _CompletionLogprobs(msgspec.Struct):
-    text_offset: tuple[int, ...]
-    tokens: tuple[Any, ...]
-    token_logprobs: tuple[Any, ...]
-    top_logprobs: tuple[Any, ...]
-
-
-class _Completion(msgspec.Struct):
-    text: str
-    logprobs: _CompletionLogprobs | None = None
-
-
-_C = TypeVar("_C")
-
-
-class _Derendered(msgspec.Struct, Generic[_C]):
-    choices: tuple[_C, ...]
-
-
-class _Streamed(msgspec.Struct, Generic[_C]):
-    chunk: _Derendered[_C]
-    stream_state: Body | None
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """One of vLLM's text routes, and the fields of its derender request."""
-
-    route: str
-    response_field: str
-    request_field: str
-    many: bool
-    """Whether one request has several prompts, each rendered on its own."""
-    chunk_object: str
-    """The `object` of a streamed chunk."""
-    empty: Body
-    """The least that vLLM takes for a request of the dialect."""
-    fields: frozenset[str]
-    """Fields of a request that the renderer reads."""
-    whole: Any
-    """The fields of a derendered reply that are read here."""
-    part: Any
-    """Fields of a streamed derendered reply that are read here."""
-
-
-CHAT = Dialect(
-    "/v1/chat/completions",
-    "generate_response",
-    "chat_request",
-    many=False,
-    chunk_object="chat.completion.chunk",
-    empty={"messages": []},
-    fields=CHAT_FIELDS,
-    whole=_Derendered[_ChatChoice],
-    part=_Streamed[_ChatChoice],
-)
-COMPLETION = Dialect(
-    "/v1/completions",
-    "generate_responses",
-    "completion_request",
-    many=True,
-    chunk_object="text_completion",
-    empty={"prompt": " "},
-    fields=COMPLETION_FIELDS,
-    whole=_Derendered[_Completion],
-    part=_Streamed[_Completion],
-)
 
 
 class RenderEndpoint(NamedTuple):
