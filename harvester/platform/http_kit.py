@@ -225,7 +225,7 @@ async def posted(
     """
     what, timeout = f"POST {peer.url}{path}", aiohttp.ClientTimeout(total=timeout_s)
     while True:
-        asked_s = 0.0
+        pause_s = 0.0
         try:
             async with peer.post(path, data=body, headers=headers, timeout=timeout) as reply:
                 content = await body_of(reply, most_bytes=SMALL_BODY_BYTES)
@@ -234,12 +234,12 @@ async def posted(
                 problem = refusal_of(reply, content)
                 if reply.status not in passing:
                     raise problem
-                asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
+                pause_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
         except TimeoutError as error:
             raise Exhausted(f"{what} had no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             problem = HttpRefusal(f"{type(error).__name__} {error}".strip())
-        wait_s = backoff.wait_s(retry_after_s=asked_s)
+        wait_s = backoff.wait_s(retry_after_s=pause_s)
         if wait_s is None:
             raise backoff.exhausted(f"{what}: {problem}")
         await asyncio.sleep(wait_s)

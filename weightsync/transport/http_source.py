@@ -92,11 +92,11 @@ class HttpSource(StoreSource):
         until_s = self._clock.now() + wait_s
         while True:
             left_s = max(0.0, until_s - self._clock.now())
-            asked_at = self._clock.now()
+            began_s = self._clock.now()
             found = self._latest(known, left_s)
             if found != known or left_s == 0.0:
                 return found
-            self._holds_back = self._clock.now() - asked_at >= min(_HELD_BACK_S, left_s / 2)
+            self._holds_back = self._clock.now() - began_s >= min(_HELD_BACK_S, left_s / 2)
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
@@ -240,8 +240,8 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     if status in {409, 416}:
         raise Corrupt(f"{what} differs from the published file: {body[:200]}")
     if status in {408, 425, 429} or status >= 500:
-        asked_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
-        raise Interrupted(message, retry_after_s=asked_s)
+        pause_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
+        raise Interrupted(message, retry_after_s=pause_s)
     raise PeerProtocolError(message)
 
 

@@ -38,7 +38,7 @@ _TOKENIZED = 8
 """Texts of one request that are tokenised at once, so that thousands of them leave places to the
 requests of others."""
 _WRONG_REQUEST = (400, 413, 422)
-"""Replies that every renderer would give; after any other the next one is asked."""
+"""Replies that every renderer would give; after any other the next one is tried."""
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
 _MALFORMED = (PeerProtocolError, *UNDECODABLE)
@@ -174,8 +174,8 @@ class Renderer:
         for start, end in pairwise((*parts, len(encoded))):
             part = prompts[start:end]
             seeds, lengths = [each[-_SEED_TOKENS:] for each in part], list(map(len, part))
-            asked, count = encoded[start:end], sum(counts[start:end])
-            reply = await self._derender(dialect, request, seeds, lengths, asked, count)
+            own, count = encoded[start:end], sum(counts[start:end])
+            reply = await self._derender(dialect, request, seeds, lengths, own, count)
             choices += reply["choices"]
         return reply | {"choices": choices}
 
@@ -199,9 +199,9 @@ class Renderer:
         reply = await self.post(path, body, of=text.dialect.part)
         rendered: Body = reply["chunk"]
         for each, choice in zip(rendered["choices"], chunk["choices"], strict=False):
-            asked = (choice.get("logprobs") or {}).get("content")
+            content = (choice.get("logprobs") or {}).get("content")
             left_out = each.get("logprobs") is None and not text.dialect.many
-            if asked and left_out and text.shows_reasoning:
+            if content and left_out and text.shows_reasoning:
                 each["logprobs"] = await self._logprobs(text, choice, state)
         return rendered, reply["stream_state"]
 
