@@ -1,20 +1,23 @@
 """One call of a command to an agent or a gateway, and the options for its credentials."""
 
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
 
-from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    ConfigError,
+    Exhausted,
+    PeerProtocolError,
+    Stale,
+)
+from harvester.platform.blocking_peer import BlockingPeer
 from harvester.platform.tls import Credentials
 
 _TIMEOUT_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
-_SHOWN_BYTES = 300
 T = TypeVar("T")
 
 TokenToSend = Annotated[Path | None, typer.Option(help="Token to send.")]
@@ -36,13 +39,6 @@ def credentials_of(
     )
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The token is for the given URL; urllib sends it to any other host too."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def call(
     url: str,
     path: str,
@@ -55,21 +51,12 @@ def call(
 ) -> T:
     """POST of a body, else GET. `option` is the flag that named the URL. Raises ConfigError for a
     URL that cannot be called, and Exhausted for a server that refuses or gives no answer."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{option} {url}: use http://HOST:PORT")
-    if exposed := credentials.exposed_at(url):
-        raise ConfigError(exposed)
-    headers = {"Content-Type": "application/json", **credentials.headers()}
+    peer = BlockingPeer.at(url, credentials, name=option)
     data = None if body is None else msgspec.json.encode(body)
-    request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
-    tls = credentials.tls() if url.startswith("https://") else None
-    opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=tls))
     try:
-        with opener.open(request, timeout=_TIMEOUT_S) as reply:
-            return msgspec.json.decode(reply.read(most_bytes), type=answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            shown = error.read(_SHOWN_BYTES).decode(errors="replace")
-        raise Exhausted(f"{url} refuses: HTTP {error.code}: {shown}") from error
-    except (OSError, HTTPException, *UNDECODABLE) as error:
-        raise Exhausted(f"{url} gives no answer: {error}") from error
+        reply = peer.answer(path, data, timeout_s=_TIMEOUT_S, most_bytes=most_bytes)
+        return msgspec.json.decode(reply, type=answer)
+    except UNDECODABLE as error:
+        raise Exhausted(f"{option} {url}{path} gives no answer: {error}") from error
+    except (Stale, PeerProtocolError) as error:
+        raise Exhausted(str(error)) from error

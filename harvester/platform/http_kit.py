@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import signal
-import ssl
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, TypeVar
@@ -31,6 +30,7 @@ from harvester.contracts.errors import (
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, retry_after_s
 from harvester.platform.connection_limit import ConnectionLimit
+from harvester.platform.peer import Peer
 from harvester.platform.tls import ServerTls
 
 STATUSES: Final[Mapping[type[Exception], int | None]] = {
@@ -210,44 +210,38 @@ async def body_of(reply: aiohttp.ClientResponse, *, most_bytes: int) -> bytes:
 
 
 async def posted(
-    session: aiohttp.ClientSession,
-    url: str,
+    peer: Peer,
+    path: str,
     body: bytes,
     backoff: Backoff,
     *,
-    headers: Mapping[str, str],
+    headers: dict[str, str],
     timeout_s: float,
-    tls: ssl.SSLContext | bool = True,
     passing: Collection[int] = PASSING,
 ) -> bytes:
     """The reply's body. Repeats what may pass by itself: `passing` statuses, no connection.
 
     Raises Exhausted after the last one and at a timeout, HttpRefusal for any other status.
     """
+    what, timeout = f"POST {peer.url}{path}", aiohttp.ClientTimeout(total=timeout_s)
     while True:
-        asked_s = 0.0
+        pause_s = 0.0
         try:
-            async with session.post(
-                url,
-                data=body,
-                headers=headers,
-                ssl=tls,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as reply:
+            async with peer.post(path, data=body, headers=headers, timeout=timeout) as reply:
                 content = await body_of(reply, most_bytes=SMALL_BODY_BYTES)
                 if reply.status == 200:
                     return content
                 problem = refusal_of(reply, content)
                 if reply.status not in passing:
                     raise problem
-                asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
+                pause_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
         except TimeoutError as error:
-            raise Exhausted(f"POST {url} had no answer within {timeout_s:.0f} s") from error
+            raise Exhausted(f"{what} had no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             problem = HttpRefusal(f"{type(error).__name__} {error}".strip())
-        wait_s = backoff.wait_s(retry_after_s=asked_s)
+        wait_s = backoff.wait_s(retry_after_s=pause_s)
         if wait_s is None:
-            raise backoff.exhausted(f"POST {url}: {problem}")
+            raise backoff.exhausted(f"{what}: {problem}")
         await asyncio.sleep(wait_s)
 
 

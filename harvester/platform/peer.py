@@ -5,7 +5,6 @@ from typing import Any
 
 import aiohttp
 
-from harvester.contracts.errors import ConfigError
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 
 _Reply = AbstractAsyncContextManager[aiohttp.ClientResponse]
@@ -19,12 +18,10 @@ class Peer:
     def __init__(
         self, session: aiohttp.ClientSession, url: str, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
-        if fault := credentials.exposed_at(url):
-            raise ConfigError(fault)
+        credentials.check(url)
         self.url = url.rstrip("/")
         self._session = session
         self._credentials = credentials
-        credentials.check()
 
     def get(self, path: str, **options: Any) -> _Reply:
         return self.request("GET", path, **options)

@@ -108,8 +108,10 @@ class Credentials(FrozenSettings):
     def has_tls_files(self) -> bool:
         return self.ca_file is not None or self.cert_file is not None
 
-    def check(self) -> None:
-        """Raises ConfigError if a file cannot be used."""
+    def check(self, *urls: str) -> None:
+        """Raises ConfigError if a file cannot be used, or a URL would expose the token."""
+        if why := next(filter(None, map(self.exposed_at, urls)), ""):
+            raise ConfigError(why)
         self.headers()
         if self.has_tls_files:
             self.tls()
@@ -128,12 +130,6 @@ class Credentials(FrozenSettings):
             f"token_file: {url} is plain HTTP to another machine, where others can read the token; "
             "use https://, for an engine through `rosemux engine-proxy` on its machine"
         )
-
-    def headers_for(self, *urls: str) -> dict[str, str]:
-        """Like `headers`. Raises ConfigError if one of the URLs would expose the token."""
-        if why := next(filter(None, map(self.exposed_at, urls)), ""):
-            raise ConfigError(why)
-        return self.headers()
 
     def headers(self) -> dict[str, str]:
         """Raises ConfigError if the token's file cannot be used at the first call."""

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import aiohttp
 import xxhash
 
-from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
 from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
 from harvester.platform.tls import Credentials
+from scheduler.client.gateway_connection import GatewayConnection
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import (
@@ -44,20 +43,20 @@ class _Adopted:
     version: WeightVersion
     resumes: bool
     numerics: str
+    vocabulary_tokens: float
 
 
 class DedicatedTurns:
     def __init__(
         self,
-        session: Callable[[], aiohttp.ClientSession],
+        gateway: GatewayConnection,
         watch: GatewayWatch,
-        clock: Clock,
         credentials: Credentials,
     ) -> None:
-        self._session = session
+        self._gateway = gateway
         self._credentials = credentials
         self._watch = watch
-        self._clock = clock
+        self._clock = gateway.clock
         self._adopted: dict[EngineId, _Adopted] = {}
         self._avoid_until_s: dict[EngineId, float] = {}
         self._last_fault = ""
@@ -83,7 +82,7 @@ class DedicatedTurns:
         )
         wait_s = _AVOID_S
         try:
-            await self._stream(turn, attempt, adopted.client, on_tokens)
+            await self._stream(turn, attempt, adopted, on_tokens)
         except RequestRefused as error:
             if not turn.token_ids:
                 turn.refuse()
@@ -130,7 +129,7 @@ class DedicatedTurns:
         if (listed := self._watch.engines.get(engine)) is None:
             raise EngineLost("the gateway lists the engine no more")
         client = EngineClient(
-            self._session(),
+            self._gateway.session(),
             listed.url,
             connect_s=_CONNECT_S,
             credentials=self._credentials,
@@ -153,22 +152,26 @@ class DedicatedTurns:
             return adopted
         resumes = CONTINUATION_FEATURE in description.features
         version = WeightVersion(held.version)
-        adopted = self._adopted[engine] = _Adopted(client, version, resumes, numerics)
+        adopted = self._adopted[engine] = _Adopted(
+            client, version, resumes, numerics, description.vocabulary or math.inf
+        )
         return adopted
 
     async def _stream(
-        self, turn: Turn, attempt: Attempt, client: EngineClient, on_tokens: Callable[[], None]
+        self, turn: Turn, attempt: Attempt, adopted: _Adopted, on_tokens: Callable[[], None]
     ) -> None:
         loop, name = asyncio.get_running_loop(), f"{turn.request.request_id}.direct"
         priority = turn.request.priority
         async with asyncio.timeout(_STALL_S) as stall:
-            choices = client.generate(attempt, request_id=name, epoch=None, priority=priority)
+            choices = adopted.client.generate(
+                attempt, request_id=name, epoch=None, priority=priority
+            )
             async with aclosing(choices):
                 async for choice in choices:
                     if not stall.expired():
                         stall.reschedule(loop.time() + _STALL_S)
                     check_finish(choice)
-                    if accepted(turn, attempt, choice):
+                    if accepted(turn, attempt, choice, adopted.vocabulary_tokens):
                         on_tokens()
                     if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                         raise RequestRefused("the engine's context is full")

@@ -10,13 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import (
-    FinishReason,
-    GenerateRequest,
-    OnInterrupt,
-    Span,
-)
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, OnInterrupt, Span
 from harvester.platform.backoff import Interrupted
+from scheduler.gateway.engines.engine_output import check_tokens
 from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
 from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
@@ -74,33 +70,35 @@ class GatewayTurn:
         ends with the gateway; PeerProtocolError."""
         if fault := chunk.fault:
             raise Interrupted(f"the gateway: {fault}")
-        for choice in chunk.choices:
-            self._accept(choice)
-            if choice.token_ids:
-                on_tokens()
-            if choice.finish_reason is not None:
-                self._end(choice, FinishReason(choice.finish_reason))
+        try:
+            for choice in chunk.choices:
+                self._accept(choice)
+                if choice.token_ids:
+                    on_tokens()
+                if choice.finish_reason is not None:
+                    self._end(choice, FinishReason(choice.finish_reason))
+        except ValueError as error:
+            raise PeerProtocolError(f"the gateway's reply: {error}") from error
 
     def _accept(self, choice: EngineChoice) -> None:
         turn, tokens = self._turn, choice.token_ids or []
-        logprobs = choice.logprobs.content if choice.logprobs else None
+        logprobs = (choice.logprobs and choice.logprobs.content) or []
         masked, at = choice.sampling_mask or [], self._base + self._seen
         again = min(len(tokens), len(turn.token_ids) - at)
         if turn.token_ids[at : at + again] != tokens[:again]:
             self._differ()
-        try:
-            for span in choice.spans:
-                # The last part has all spans of the turn: earlier ones end before its tokens.
-                end = max(0, span.end - self._seen)
-                new = slice(max(span.start - self._seen, again), end)
-                if tokens[new]:
-                    attempt = self._attempt(span)
-                    turn.accept(attempt, tokens[new], (logprobs or [])[new], masked[new])
-        except ValueError as error:
-            raise PeerProtocolError(f"the gateway's reply: {error}") from error
+        check_tokens(tokens, logprobs)
+        for span in choice.spans:
+            # The last part has all spans of the turn: earlier ones end before its tokens.
+            end = max(0, span.end - self._seen)
+            new = slice(max(span.start - self._seen, again), end)
+            if tokens[new]:
+                if at + new.start != len(turn.token_ids):
+                    raise ValueError("its spans overlap or leave out tokens")
+                turn.accept(self._attempt(span), tokens[new], logprobs[new], masked[new])
         self._seen += len(tokens)
         if self._base + self._seen > len(turn.token_ids):
-            raise PeerProtocolError("the gateway's reply: no span covers its last tokens")
+            raise ValueError("no span covers its last tokens")
         self._known, turn.immovable = len(turn.token_ids), choice.immovable
 
     def _attempt(self, span: Span) -> Attempt:

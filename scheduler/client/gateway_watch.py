@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import aiohttp
 import msgspec
 
-from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.event_limit import EventLimit
-from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet, GatewayJob
 from harvester.platform.http_kit import body_of
-from harvester.platform.peer import Peer
+from scheduler.client.gateway_connection import GatewayConnection
 from scheduler.model import EngineKind
 
 _log = logging.getLogger(__name__)
@@ -55,21 +54,17 @@ class GatewayWatch:
 
     def __init__(
         self,
-        gateway: Callable[[], Peer],
-        job: JobId,
-        headers: Mapping[str, str],
-        clock: Clock,
+        gateway: GatewayConnection,
         *,
         silence_s: float,
         warn_s: float,
-        warnings: EventLimit,
         engines: Mapping[str, str],
     ) -> None:
         """`warn_s`: where it is less than `silence_s`, a longer wait for an answer is logged."""
-        self._gateway = gateway
-        self._job, self._headers, self._clock = job, dict(headers), clock
-        self._silence_s, self._warn_s, self._warnings = silence_s, warn_s, warnings
-        self._silence = GatewaySilence(silence_s, now=clock.now())
+        self._gateway, self._clock = gateway, gateway.clock
+        self._silence_s, self._warn_s = silence_s, warn_s
+        self.warnings = EventLimit.of_lines()
+        self._silence = GatewaySilence(silence_s, now=self._clock.now())
         self._open = 0
         self._task: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Timeout] = set()
@@ -157,10 +152,11 @@ class GatewayWatch:
             await asyncio.sleep(self._silence_s / 8)
 
     async def _probe(self, path: str) -> bool:
+        peer, headers = self._gateway.peer(), self._gateway.headers
         timeout = aiohttp.ClientTimeout(total=self._silence_s)
         warning = asyncio.ensure_future(self._warn())
         try:
-            async with self._gateway().get(path, headers=self._headers, timeout=timeout) as reply:
+            async with peer.get(path, headers=headers, timeout=timeout) as reply:
                 content = await body_of(reply, most_bytes=_STATUS_BYTES)
         finally:
             warning.cancel()
@@ -178,15 +174,15 @@ class GatewayWatch:
         await asyncio.sleep(self._warn_s)
         # An answer that came while this process stood still is read first.
         await asyncio.sleep(self._warn_s / 8)
-        if not self._warned and self._warnings.admits(now=self._clock.now()):
+        if not self._warned and self.warnings.admits(now=self._clock.now()):
             line = "the gateway %s has not answered for %.3g s; turns wait for it"
-            _log.warning(line, self._gateway().url, self.unanswered_s)
+            _log.warning(line, self._gateway.peer().url, self.unanswered_s)
         self._warned = True
 
     def _learn(self, status: GatewayFleet) -> None:
         self.learned, self.fault = True, ""
-        job = status.jobs.get(self._job, GatewayJob())
-        mine = job.may_use_dedicated and status.active_job in (None, self._job)
+        job = status.jobs.get(self._gateway.job, GatewayJob())
+        mine = job.may_use_dedicated and status.active_job in (None, self._gateway.job)
         self.store, self.version = job.store, job.version
         self.engines = {
             name: engine

@@ -56,9 +56,10 @@ from harvester.platform.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.dialects.engine_list_routes import EngineListRoutes
 from scheduler.gateway.dialects.event_stream import event_stream
-from scheduler.gateway.dialects.renderer import CHAT, COMPLETION, RendererFault, RenderRefused
+from scheduler.gateway.dialects.renderer import RendererFault, RenderRefused
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.sglang_routes import SglangRoutes
+from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION
 from scheduler.gateway.dialects.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
 from scheduler.gateway.dialects.text_routes import (
     OPENAI_ROUTES,

@@ -223,7 +223,7 @@ async def test_sglang_s_top_log_probabilities_are_the_likeliest_tokens(count: in
     likeliest = [[-token / VOCABULARY, token, None] for token in range(count)]
     assert (status, told["meta_info"]["output_top_logprobs"]) == (200, [likeliest] * 4)
     assert refused == 400
-    assert "top_logprobs_num: send one number for all, at most 19" in why["error"]
+    assert "top_logprobs_num: send one number, at most 19" in why["error"]
 
 
 async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:

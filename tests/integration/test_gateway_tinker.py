@@ -89,7 +89,7 @@ async def test_the_likeliest_tokens_come_with_each_sampled_one() -> None:
     best = b"\x0a\x0c" + bytes(12) + b"\x12\x0c" + bytes(12) + b"\x18\x01\x20\x03"
     assert reply.endswith(b"\x22\x20" + best)
     assert refused == 400
-    assert "topk_sample_logprobs: send a number, at most 19" in str(why)
+    assert "topk_sample_logprobs: send one number, at most 19" in str(why)
 
 
 async def test_a_prompt_s_log_probabilities_come_beside_its_samples() -> None:

@@ -20,6 +20,7 @@ from harvester.contracts.wire.rollouts import AnnouncedVersion, AnnounceState, V
 from harvester.platform.backoff import Backoff, RetryLimits
 from harvester.platform.http_kit import PASSING, HttpRefusal, posted
 from harvester.platform.loop_thread import LoopThread
+from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 
 _LOG = logging.getLogger(__name__)
@@ -43,8 +44,7 @@ class Announcer:
                 )
         self._jobs = tuple(url.rstrip("/") for url in jobs)
         self._store = checked_name(store, what="store")
-        credentials.headers_for(*self._jobs)
-        credentials.check()
+        credentials.check(*self._jobs)
         self._credentials = credentials
         self._clock = clock
         self._loop = LoopThread("weight-announce")
@@ -86,26 +86,27 @@ class Announcer:
         published = AnnouncedVersion(version=version, store=self._store, state_hash=state_hash)
         body = msgspec.json.encode(published)
         async with aiohttp.ClientSession() as session:
-            states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
+            peers = [Peer(session, url, self._credentials) for url in self._jobs]
+            states = await asyncio.gather(*(self._tell(peer, body) for peer in peers))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
         with self._lock:
             if version == self._newest:
                 self._state = min(states, key=worst.index)
                 self._announced.set()
 
-    async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:
+    async def _tell(self, peer: Peer, body: bytes) -> AnnounceState:
+        url = peer.url
         backoff = Backoff(_LIMITS, self._clock, random=Random(body))
         warned = False
         while True:
             try:
                 reply = await posted(
-                    session,
-                    f"{url}/versions",
+                    peer,
+                    "/versions",
                     body,
                     Backoff(_ONCE, self._clock),
-                    headers={"Content-Type": "application/json"} | self._credentials.headers(),
+                    headers={"Content-Type": "application/json"},
                     timeout_s=_SWITCH_S,
-                    tls=self._credentials.tls() if self._credentials.has_tls_files else True,
                     # A number below the job's, or of another run, is refused for good.
                     passing=PASSING - {409},
                 )

@@ -4,52 +4,15 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.client import (
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-    IncompleteRead,
-    RemoteDisconnected,
-)
-from io import BufferedIOBase
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from threading import Lock
 from urllib.parse import SplitResult
 
-from harvester.contracts.errors import ConfigError, Exhausted, reason_of
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.platform.backoff import Interrupted
+from harvester.platform.blocking_peer import connection_to, why_broken
 from harvester.platform.tls import Credentials
-from weightsync.transport.access import Access
-
-
-class _Lines:
-    """Remembers the last line that was read of an answer's head."""
-
-    def __init__(self, file: BufferedIOBase) -> None:
-        self.file = file
-        self.last = b""
-
-    def readline(self, limit: int = -1) -> bytes:
-        self.last = self.file.readline(limit)
-        return self.last
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class _WholeResponse(HTTPResponse):
-    """http.client takes a head that is cut short for a short head; here it is a broken one."""
-
-    def begin(self) -> None:
-        lines = _Lines(self.fp)
-        self.fp = lines  # type: ignore[assignment]
-        try:
-            super().begin()
-        finally:
-            if self.fp is not None:
-                self.fp = lines.file  # type: ignore[assignment]
-        if lines.last not in {b"\r\n", b"\n"}:
-            raise IncompleteRead(lines.last)
+from weightsync.transport.access import VARIABLES, Access
 
 
 class Connections:
@@ -57,15 +20,9 @@ class Connections:
     token with each request."""
 
     def __init__(self, address: SplitResult, access: Access) -> None:
-        self._host, self._port = address.hostname or "", address.port
-        self._access = access
-        self._secure = address.scheme == "https"
-        self._credentials = Credentials(
-            token_file=access.token_file,
-            ca_file=access.ca_file,
-            cert_file=access.cert_file,
-            key_file=access.key_file,
-        )
+        self._address, self._access = address, access
+        self._name = f"{address.hostname}:{address.port}"
+        self._credentials = Credentials(**{name: getattr(access, name) for name in VARIABLES})
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._closed = False
@@ -87,10 +44,7 @@ class Connections:
         except FileNotFoundError:
             raise
         except (OSError, HTTPException) as error:
-            why = reason_of(error)
-            if self._secure and isinstance(error, RemoteDisconnected):
-                why += "; does it require a client certificate, and know ours?"
-            raise Interrupted(f"{self._host}:{self._port}: {why}") from error
+            raise Interrupted(f"{self._name}: {why_broken(connection, error)}") from error
         finally:
             with self._lock:
                 self._busy.discard(connection)
@@ -117,7 +71,7 @@ class Connections:
     def _taken(self, timeout_s: float) -> HTTPConnection:
         with self._lock:
             if self._closed:
-                raise Exhausted(f"{self._host}:{self._port}: this reader was closed")
+                raise Exhausted(f"{self._name}: this reader was closed")
             connection = self._idle.pop() if self._idle else None
         connection = connection or self._connected()
         connection.sock.settimeout(timeout_s)
@@ -126,22 +80,16 @@ class Connections:
         return connection
 
     def _connected(self) -> HTTPConnection:
-        wait_s, tls = self._access.connect_s, self._credentials.tls
-        connection = (
-            HTTPSConnection(self._host, self._port, timeout=wait_s, context=tls())
-            if self._secure
-            else HTTPConnection(self._host, self._port, timeout=wait_s)
-        )
-        connection.response_class = _WholeResponse
+        connection = connection_to(self._address, self._credentials, self._access.connect_s)
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"{self._host}'s certificate is not trusted: {error.verify_message}; "
+                f"{self._address.hostname}'s certificate is not trusted: {error.verify_message}; "
                 "give the CA's file"
             ) from error
         except OSError as error:
-            raise Interrupted(f"cannot reach {self._host}:{self._port}: {error}") from error
+            raise Interrupted(f"cannot reach {self._name}: {error}") from error
         return connection
 
     def _give_back(self, connection: HTTPConnection) -> None:

@@ -11,13 +11,13 @@ from http.client import HTTPResponse
 from random import Random
 from threading import Lock
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, PeerProtocolError
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
+from harvester.platform.blocking_peer import http_address
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
@@ -41,8 +41,8 @@ class HttpSource(StoreSource):
     """One store at `url`, `http(s)://HOST:PORT/stores/NAME`."""
 
     def __init__(self, url: str, access: Access | None = None) -> None:
-        address = urlsplit(url.rstrip("/"))
-        if address.scheme not in {"http", "https"} or not address.hostname or address.query:
+        address = http_address(url)
+        if address is None or address.query:
             raise ConfigError(f"{url}: use http(s)://HOST:PORT/stores/NAME")
         if address.username is not None:
             raise ConfigError("a URL with a user in it: give a token file instead")
@@ -92,11 +92,11 @@ class HttpSource(StoreSource):
         until_s = self._clock.now() + wait_s
         while True:
             left_s = max(0.0, until_s - self._clock.now())
-            asked_at = self._clock.now()
+            began_s = self._clock.now()
             found = self._latest(known, left_s)
             if found != known or left_s == 0.0:
                 return found
-            self._holds_back = self._clock.now() - asked_at >= min(_HELD_BACK_S, left_s / 2)
+            self._holds_back = self._clock.now() - began_s >= min(_HELD_BACK_S, left_s / 2)
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
@@ -240,8 +240,8 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     if status in {409, 416}:
         raise Corrupt(f"{what} differs from the published file: {body[:200]}")
     if status in {408, 425, 429} or status >= 500:
-        asked_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
-        raise Interrupted(message, retry_after_s=asked_s)
+        pause_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
+        raise Interrupted(message, retry_after_s=pause_s)
     raise PeerProtocolError(message)
 
 

@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,7 +24,7 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
-from scheduler.gateway.dialects.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from scheduler.gateway.dialects.text_dialect import Body, Dialect
 from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
@@ -39,7 +38,7 @@ _TOKENIZED = 8
 """Texts of one request that are tokenised at once, so that thousands of them leave places to the
 requests of others."""
 _WRONG_REQUEST = (400, 413, 422)
-"""Replies that every renderer would give; after any other the next one is asked."""
+"""Replies that every renderer would give; after any other the next one is tried."""
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
 _MALFORMED = (PeerProtocolError, *UNDECODABLE)
@@ -60,7 +59,6 @@ _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_tok
 _ENCODER = msgspec.json.Encoder()
 _log = logging.getLogger(__name__)
 
-Body = dict[str, Any]
 _CallLimit = AbstractAsyncContextManager[None]
 
 
@@ -86,89 +84,6 @@ class _Rendered(msgspec.Struct):
 
 class _Tokenized(msgspec.Struct):
     tokens: tuple[int, ...]
-
-
-class _TokenText(msgspec.Struct):
-    top_logprobs: tuple[Body, ...]
-
-
-class _ChatLogprobs(msgspec.Struct):
-    content: tuple[_TokenText, ...] | None
-
-
-class _ChatChoice(msgspec.Struct):
-    message: Body | None = None
-    delta: Body | None = None
-    logprobs: _ChatLogprobs | None = None
-
-
-class _CompletionLogprobs(msgspec.Struct):
-    text_offset: tuple[int, ...]
-    tokens: tuple[Any, ...]
-    token_logprobs: tuple[Any, ...]
-    top_logprobs: tuple[Any, ...]
-
-
-class _Completion(msgspec.Struct):
-    text: str
-    logprobs: _CompletionLogprobs | None = None
-
-
-_C = TypeVar("_C")
-
-
-class _Derendered(msgspec.Struct, Generic[_C]):
-    choices: tuple[_C, ...]
-
-
-class _Streamed(msgspec.Struct, Generic[_C]):
-    chunk: _Derendered[_C]
-    stream_state: Body | None
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """One of vLLM's text routes, and the fields of its derender request."""
-
-    route: str
-    response_field: str
-    request_field: str
-    many: bool
-    """Whether one request has several prompts, each rendered on its own."""
-    chunk_object: str
-    """The `object` of a streamed chunk."""
-    empty: Body
-    """The least that vLLM takes for a request of the dialect."""
-    fields: frozenset[str]
-    """Fields of a request that the renderer reads."""
-    whole: Any
-    """The fields of a derendered reply that are read here."""
-    part: Any
-    """Fields of a streamed derendered reply that are read here."""
-
-
-CHAT = Dialect(
-    "/v1/chat/completions",
-    "generate_response",
-    "chat_request",
-    many=False,
-    chunk_object="chat.completion.chunk",
-    empty={"messages": []},
-    fields=CHAT_FIELDS,
-    whole=_Derendered[_ChatChoice],
-    part=_Streamed[_ChatChoice],
-)
-COMPLETION = Dialect(
-    "/v1/completions",
-    "generate_responses",
-    "completion_request",
-    many=True,
-    chunk_object="text_completion",
-    empty={"prompt": " "},
-    fields=COMPLETION_FIELDS,
-    whole=_Derendered[_Completion],
-    part=_Streamed[_Completion],
-)
 
 
 class RenderEndpoint(NamedTuple):
@@ -259,8 +174,8 @@ class Renderer:
         for start, end in pairwise((*parts, len(encoded))):
             part = prompts[start:end]
             seeds, lengths = [each[-_SEED_TOKENS:] for each in part], list(map(len, part))
-            asked, count = encoded[start:end], sum(counts[start:end])
-            reply = await self._derender(dialect, request, seeds, lengths, asked, count)
+            own, count = encoded[start:end], sum(counts[start:end])
+            reply = await self._derender(dialect, request, seeds, lengths, own, count)
             choices += reply["choices"]
         return reply | {"choices": choices}
 
@@ -284,9 +199,9 @@ class Renderer:
         reply = await self.post(path, body, of=text.dialect.part)
         rendered: Body = reply["chunk"]
         for each, choice in zip(rendered["choices"], chunk["choices"], strict=False):
-            asked = (choice.get("logprobs") or {}).get("content")
+            content = (choice.get("logprobs") or {}).get("content")
             left_out = each.get("logprobs") is None and not text.dialect.many
-            if asked and left_out and text.shows_reasoning:
+            if content and left_out and text.shows_reasoning:
                 each["logprobs"] = await self._logprobs(text, choice, state)
         return rendered, reply["stream_state"]
 

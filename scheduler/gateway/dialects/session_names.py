@@ -5,7 +5,7 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
-from scheduler.gateway.dialects.renderer import Body
+from scheduler.gateway.dialects.text_dialect import Body
 from scheduler.gateway.dialects.text_fields import SESSION_FIELDS
 from scheduler.gateway.requests import checked_trajectory
 

@@ -64,12 +64,17 @@ def early_part(choice: Choice, sampling: SamplingParams) -> Choice | None:
         return None
     if not _cuts(choice.stop_reason, sampling):
         return None
+    return _part(Choice(index=choice.index), choice, slice(-1))
+
+
+def _part(part: Choice, choice: Choice, tokens: slice) -> Choice:
+    """`part` with these tokens of the choice."""
     mask = choice.sampling_mask
-    return Choice(
-        index=choice.index,
-        token_ids=choice.token_ids[:-1],
-        logprobs=Logprobs(choice.logprobs.content[:-1]),
-        sampling_mask=mask[:-1] if mask else None,
+    return msgspec.structs.replace(
+        part,
+        token_ids=choice.token_ids[tokens],
+        logprobs=Logprobs(choice.logprobs.content[tokens]),
+        sampling_mask=mask[tokens] if mask else None,
     )
 
 
@@ -90,17 +95,9 @@ async def in_parts(
     """A stream's chunks, each after its early part where it has one."""
     async for choice in chunks:
         early = early_part(choice, turns[choice.index].sampling_params)
-        if early is None:
-            yield choice
-            continue
-        yield early
-        mask = choice.sampling_mask
-        yield msgspec.structs.replace(
-            choice,
-            token_ids=choice.token_ids[-1:],
-            logprobs=Logprobs(choice.logprobs.content[-1:]),
-            sampling_mask=mask[-1:] if mask else None,
-        )
+        if early is not None:
+            yield early
+        yield choice if early is None else _part(choice, choice, slice(-1, None))
 
 
 def text_tokens(choice: Choice, turn: GenerateRequest) -> int:

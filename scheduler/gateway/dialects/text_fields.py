@@ -126,3 +126,11 @@ def _parts(messages: list[Any]) -> Iterator[Any]:
 def given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The fields of these names that have a value."""
     return {name: body[name] for name in names if body.get(name) is not None}
+
+
+def number_of(body: Mapping[str, Any], name: str, *, most: int) -> int:
+    """The number in a field, 0 without one. Raises PeerProtocolError."""
+    number = body.get(name) or 0
+    if type(number) is not int or not 0 <= number <= most:
+        raise PeerProtocolError(f"{name}: send one number, at most {most}")
+    return number

@@ -7,7 +7,8 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
-from scheduler.gateway.dialects.renderer import Body, RendererFault
+from scheduler.gateway.dialects.renderer import RendererFault
+from scheduler.gateway.dialects.text_dialect import Body
 from scheduler.gateway.engines.engine_output import NO_LOGPROB
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.requests import MAX_LOGPROBS
@@ -62,6 +63,14 @@ def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLo
 def likeliest(logprob: TokenLogprob, count: int) -> list[TokenLogprob]:
     """The likeliest of a sampled token's candidates, of which it has one more than `count`."""
     return sorted(logprob.top_logprobs, key=lambda each: -each.logprob)[:count]
+
+
+def likeliest_of_prompt(
+    scores: dict[int, PromptLogprob] | None, count: int
+) -> list[tuple[int, float]]:
+    """The likeliest candidates of a prompt's token, each with its log-probability."""
+    ranked = sorted((scores or {}).items(), key=lambda item: -item[1].logprob)
+    return [(token_id, each.logprob) for token_id, each in ranked[:count]]
 
 
 def token_name(logprob: TokenLogprob) -> str:

@@ -8,7 +8,6 @@ import msgspec
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest, TokenLogprob
-from scheduler.gateway.dialects.renderer import Body, Dialect
 from scheduler.gateway.dialects.session_names import session_of
 from scheduler.gateway.dialects.stopped_text import (
     StoppedText,
@@ -16,6 +15,7 @@ from scheduler.gateway.dialects.stopped_text import (
     text_tokens,
     without_stop,
 )
+from scheduler.gateway.dialects.text_dialect import Body, Dialect
 from scheduler.gateway.dialects.text_fields import (
     MEDIA_SETTINGS,
     OWN_FIELDS,

@@ -12,6 +12,7 @@ client that leaves takes all of its turns with it.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,9 +23,10 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs
 from harvester.platform.http_kit import decoded_body, json_reply
 from scheduler.gateway.dialects.event_stream import event_stream
-from scheduler.gateway.dialects.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
+from scheduler.gateway.dialects.renderer import StreamedText
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
+from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Body, Dialect
 from scheduler.gateway.dialects.text_fields import MEDIA_SETTINGS, check_media
 from scheduler.gateway.dialects.text_logprobs import name_by_id, of_prompt, prompt_logprobs
 from scheduler.gateway.dialects.text_request import TextRequest
@@ -65,8 +67,7 @@ class TextRoutes:
         return [
             web.get("/v1/models", self._models),
             web.get(MODEL_ROUTE, self._model),
-            web.post(CHAT.route, self._chat),
-            web.post(COMPLETION.route, self._completion),
+            *(web.post(each.route, partial(self._serve, each)) for each in (CHAT, COMPLETION)),
             *(web.post(route, self._passed_on) for route in RENDERER_ROUTES),
         ]
 
@@ -95,13 +96,7 @@ class TextRoutes:
             body.pop(name, None)
         return json_reply(await self._renderer.post(route_of(request), body))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, CHAT)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, COMPLETION)
-
-    async def _serve(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
         body, named = await json_object(request), request.headers.get(REQUEST_ID_HEADER)
         text = TextRequest(dialect, job, body, named)

@@ -28,9 +28,15 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
 from harvester.platform.tenant_shares import TenantShares
-from scheduler.gateway.dialects.renderer import Body
 from scheduler.gateway.dialects.session_names import trajectory_of
-from scheduler.gateway.dialects.text_logprobs import MOST_LIKELIEST, likeliest, prompt_logprobs
+from scheduler.gateway.dialects.text_dialect import Body
+from scheduler.gateway.dialects.text_fields import number_of
+from scheduler.gateway.dialects.text_logprobs import (
+    MOST_LIKELIEST,
+    likeliest,
+    likeliest_of_prompt,
+    prompt_logprobs,
+)
 from scheduler.gateway.dialects.text_routes import Admit, JobOf, json_object
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.open_turns import IdInUse
@@ -280,9 +286,9 @@ def _generate_body(name: str, body: Body) -> bytes:
         given["stop_token_ids"] = stop
     elif stop is not None:
         given["stop"] = stop
-    of_prompt = _number_of(body, "topk_prompt_logprobs")
+    of_prompt = number_of(body, "topk_prompt_logprobs", most=MAX_LOGPROBS)
     # The sampled token takes a place among vLLM's candidates.
-    candidates = 1 + _number_of(body, "topk_sample_logprobs", most=MOST_LIKELIEST)
+    candidates = 1 + number_of(body, "topk_sample_logprobs", most=MOST_LIKELIEST)
     given |= {"n": body.get("num_samples", 1), "logprobs": candidates}
     if of_prompt or body.get("prompt_logprobs"):
         given["prompt_logprobs"] = of_prompt
@@ -291,13 +297,6 @@ def _generate_body(name: str, body: Body) -> bytes:
     # The protocol has no partial samples, and restarted samples would be biased towards short ones.
     generate["on_interrupt"] = "continue"
     return msgspec.json.encode(generate | pin, order="sorted")
-
-
-def _number_of(body: Body, name: str, *, most: int = MAX_LOGPROBS) -> int:
-    number = body.get(name) or 0
-    if type(number) is not int or not 0 <= number <= most:
-        raise PeerProtocolError(f"{name}: send a number, at most {most}")
-    return number
 
 
 async def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
@@ -309,11 +308,10 @@ async def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
         encoded += _message(
             2, _float32(each[one].logprob if each else math.nan for one, each in own)
         )
-    if top_k := _number_of(body, "topk_prompt_logprobs"):
+    if top_k := number_of(body, "topk_prompt_logprobs", most=MAX_LOGPROBS):
         rows = []
         for each in scored:
-            best = sorted((each or {}).items(), key=lambda item: -item[1].logprob)[:top_k]
-            row = [(one, candidate.logprob) for one, candidate in best]
+            row = likeliest_of_prompt(each, top_k)
             rows.append(row + [_NO_CANDIDATE] * (top_k - len(row)))
         encoded += _message(3, _candidates(rows))
     return encoded

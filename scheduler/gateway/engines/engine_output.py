@@ -1,6 +1,7 @@
 """Output of an engine for a turn, checked before it counts."""
 
 import math
+from collections.abc import Sequence
 
 from harvester.contracts.wire.rollouts import TokenLogprob
 from scheduler.gateway.engines.engine_faults import EngineLost
@@ -24,28 +25,37 @@ def check_finish(choice: EngineChoice) -> None:
         raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
 
 
-def accepted(
-    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
-) -> int:
-    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
-    vocabulary: a wrong log-probability must not reach training."""
-    token_ids = choice.token_ids or []
-    logprobs = choice.logprobs.content if choice.logprobs else None
+def check_tokens(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    vocabulary_tokens: float = math.inf,
+) -> None:
+    """Raises ValueError where a chunk contradicts itself or the vocabulary: a wrong log-probability
+    must not reach training."""
     if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
-        raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
+        raise ValueError(f"log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
     if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
-        raise EngineLost(f"protocol: tokens {token_ids[:8]} not below {vocabulary_tokens}")
-    for each in logprobs or ():
+        raise ValueError(f"tokens {token_ids[:8]} not below {vocabulary_tokens}")
+    for each in logprobs:
         if not NO_LOGPROB < each.logprob <= _ROUNDED_LOGPROB:
             what = "no log-probability of a sampled token"
             if each.logprob > 0:
                 what = "a log-probability above 0; run vLLM with --logprobs-mode processed_logprobs"
-            raise EngineLost(f"protocol: {each.logprob:g} for token {each.token_id}: {what}")
-    if logprobs and not turn.request.sampling_params.lists_candidates:
-        # vLLM lists the sampled token among its own candidates.
-        logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
+            raise ValueError(f"{each.logprob:g} for token {each.token_id}: {what}")
+
+
+def accepted(
+    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
+) -> int:
+    """Adds a chunk's tokens; how many. Raises EngineLost as `check_tokens` and `Turn.accept` do."""
+    token_ids = choice.token_ids or []
+    logprobs = (choice.logprobs and choice.logprobs.content) or []
     try:
-        taken = turn.accept(attempt, token_ids, logprobs or (), choice.sampling_mask)
-        return len(token_ids) if taken else 0
+        check_tokens(token_ids, logprobs, vocabulary_tokens)
+        if not turn.request.sampling_params.lists_candidates:
+            # vLLM lists the sampled token among its own candidates.
+            logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
+        taken = turn.accept(attempt, token_ids, logprobs, choice.sampling_mask)
     except ValueError as error:
         raise EngineLost(f"protocol: {error}") from error
+    return len(token_ids) if taken else 0

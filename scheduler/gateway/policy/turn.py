@@ -236,6 +236,8 @@ class Turn:
         room = self.remaining_tokens
         if len(token_ids) != len(logprobs) or len(token_ids) > room:
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probs, room for {room}")
+        if sampling_mask and len(sampling_mask) != len(token_ids):
+            raise ValueError(f"{len(sampling_mask)} sampling masks, {len(token_ids)} tokens")
         if sampling_mask and len(self._sampling_mask) == len(self.token_ids):
             self._sampling_mask += sampling_mask
         self.token_ids += token_ids

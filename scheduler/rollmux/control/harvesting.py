@@ -4,12 +4,11 @@ Calls block, and each may be repeated. Switches expire unless they are renewed: 
 leaves nothing behind.
 """
 
-import http.client
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 from pydantic import ValidationError
@@ -17,9 +16,9 @@ from pydantic import ValidationError
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
+from harvester.platform.blocking_peer import BlockingPeer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.socket_transport import answered
 from scheduler.rollmux.permits.leased_tail import EnginePermissions
 
 ANSWER_S: Final = 2.0
@@ -78,21 +77,11 @@ class SwitchClient:
     """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
     def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"gateway {url!r}: give a URL as http://127.0.0.1:8300")
-        self.url = url
+        self._peer = BlockingPeer.at(url, credentials, name="gateway")
         self.job = job
-        self._secure, self._host, self._port = (
-            parts.scheme == "https", parts.hostname, parts.port
-        )  # fmt: skip
-        self._credentials = credentials
-        if exposed := self._credentials.exposed_at(url):
-            raise ConfigError(exposed)
-        self._credentials.check()
 
     def view(self) -> GatewayView:
-        body = self._answer("GET", "/v1/status", None, timeout_s=ANSWER_S)
+        body = self._peer.answer("/v1/status", timeout_s=ANSWER_S, most_bytes=REPLY_MAX_BYTES)
         try:
             return msgspec.json.decode(body, type=GatewayView)
         except UNDECODABLE as error:
@@ -118,23 +107,5 @@ class SwitchClient:
             self._post(name, body, timeout_s=ANSWER_S)
 
     def _post(self, what: str, body: object, *, timeout_s: float) -> None:
-        path = f"/v1/jobs/{quote(self.job, safe='')}/{what}"
-        self._answer("POST", path, msgspec.json.encode(body), timeout_s=timeout_s)
-
-    def _answer(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
-        return answered(
-            self._connection(timeout_s),
-            method,
-            path,
-            body,
-            {"Content-Type": "application/json", **self._credentials.headers()},
-            what=f"gateway {self.url} {path}",
-            most_bytes=REPLY_MAX_BYTES,
-        )
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        if not self._secure:
-            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=timeout_s, context=self._credentials.tls()
-        )
+        path, data = f"/v1/jobs/{quote(self.job, safe='')}/{what}", msgspec.json.encode(body)
+        self._peer.answer(path, data, timeout_s=timeout_s, most_bytes=REPLY_MAX_BYTES)

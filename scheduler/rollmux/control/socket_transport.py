@@ -1,24 +1,16 @@
 """The phase control in another process of this machine, over its Unix socket."""
 
-import http.client
 import os
 import socket
-from collections.abc import Mapping
-from http import HTTPStatus
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from harvester.contracts.errors import (
-    UNDECODABLE,
-    ConfigError,
-    Exhausted,
-    PeerProtocolError,
-    Stale,
-    message_of,
-    reason_of,
-)
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError
+from harvester.platform.blocking_peer import BlockingPeer, WholeResponse
 from harvester.platform.tls import Credentials
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.wire import (
@@ -56,8 +48,9 @@ class SocketTransport:
         """Raises ConfigError for a path that is too long, and where the token's file cannot be
         used; the file is followed later."""
         self._path = socket_path(path)
-        self._credentials = Credentials(token_file=token_file)
-        self._credentials.check()
+        self._peer = BlockingPeer(
+            f"unix:{path}:", partial(_UnixConnection, path), Credentials(token_file=token_file)
+        )
         self._answer_s = answer_s
 
     def call(self, message: Call) -> Reply:
@@ -91,11 +84,9 @@ class SocketTransport:
         self, route: str, body: bytes | None, most_bytes: int, wait_s: float = 0.0
     ) -> bytes:
         """The reply to a POST of the body, without one to a GET."""
-        method, what = "GET" if body is None else "POST", f"{route} at {self._path}"
-        connection = _UnixConnection(self._path, self._answer_s + wait_s)
-        sent = self._credentials.headers()
+        timeout_s = self._answer_s + wait_s
         try:
-            return answered(connection, method, route, body, sent, what=what, most_bytes=most_bytes)
+            return self._peer.answer(route, body, timeout_s=timeout_s, most_bytes=most_bytes)
         except Exhausted as error:
             if isinstance(why := error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 words = f"no phase control at {self._path}: {why.strerror}"
@@ -103,41 +94,9 @@ class SocketTransport:
             raise
 
 
-def answered(
-    connection: http.client.HTTPConnection,
-    method: str,
-    route: str,
-    body: bytes | None,
-    headers: Mapping[str, str],
-    *,
-    what: str,
-    most_bytes: int,
-) -> bytes:
-    """The body of a reply, at most `most_bytes` of it; closes the connection.
+class _UnixConnection(HTTPConnection):
+    response_class = WholeResponse
 
-    Raises Exhausted without a reply or with a server's error, Stale for 409, PeerProtocolError for
-    any other refusal; each begins with `what`.
-    """
-    try:
-        connection.request(method, route, body, headers)
-        response = connection.getresponse()
-        answer = response.read(most_bytes)
-    except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or reason_of(error)
-        raise Exhausted(f"{what}: {why}") from error
-    finally:
-        connection.close()
-    if response.status == HTTPStatus.OK:
-        return answer
-    refusal = f"{what}: {response.status}: {message_of(answer)[:300]}"
-    if response.status == HTTPStatus.CONFLICT:
-        raise Stale(refusal)
-    if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise Exhausted(refusal)
-    raise PeerProtocolError(refusal)
-
-
-class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path

@@ -155,7 +155,7 @@ def test_tokens_per_second_are_the_difference_of_two_answers(agent: FakeAgent) -
 def test_an_agent_without_an_answer_is_a_row_beside_the_others(agent: FakeAgent) -> None:
     view, _ = view_of("http://127.0.0.1:1", agent.url)
     text = shown(view)
-    assert "http://127.0.0.1:1 gives no answer" in text
+    assert "http://127.0.0.1:1/v1/slots gives no answer" in text
     assert "slot0" in text
     assert view.answered == 1
 

@@ -13,11 +13,11 @@ from scheduler.gateway.engines.engine_faults import EngineLost
 
 async def test_an_engine_that_the_gateway_names_no_more_is_lost_and_not_the_turn() -> None:
     watch: Any = SimpleNamespace(engines={})
-    clock: Any = SimpleNamespace(now=lambda: 0.0)
 
     def session() -> Any:
         raise AssertionError("no connection is opened")
 
-    turns = DedicatedTurns(session, watch, clock, NO_CREDENTIALS)
+    gateway: Any = SimpleNamespace(session=session, clock=SimpleNamespace(now=lambda: 0.0))
+    turns = DedicatedTurns(gateway, watch, NO_CREDENTIALS)
     with pytest.raises(EngineLost, match="no more"):
         await turns._adopt(EngineId("d0"))

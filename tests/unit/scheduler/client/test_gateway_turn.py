@@ -7,10 +7,15 @@ import pytest
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
+from harvester.contracts.wire.rollouts import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+)
 from harvester.platform.backoff import Interrupted
 from scheduler.client.gateway_turn import GatewayTurn
-from scheduler.gateway.engines.stream import EngineChunk, EventStream
+from scheduler.gateway.engines.stream import EngineChunk, EventStream, _Logprobs
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 
@@ -153,6 +158,48 @@ def test_tokens_without_a_span_or_a_log_probability_are_refused() -> None:
     bare.choices[0].logprobs = None
     with pytest.raises(PeerProtocolError, match="log-probs"):
         fold(at_gateway, bare)
+
+
+@pytest.mark.parametrize(
+    ("spans", "fault"),
+    [
+        ([(0, 2, 1), (1, 3, 2)], "spans overlap"),
+        ([(2, 3, 2), (0, 2, 1)], "spans overlap or leave out tokens"),
+        ([(0, 1, 1), (2, 3, 2), (2, 3, 2)], "leave out tokens"),
+    ],
+)
+def test_spans_that_would_double_swap_or_drop_a_token_are_refused(
+    spans: list[tuple[int, int, int]], fault: str
+) -> None:
+    turn, at_gateway = opened()
+    with pytest.raises(PeerProtocolError, match=fault):
+        fold(at_gateway, chunk([1, 2, 3], *spans))
+    assert turn.token_ids == [1, 2, 3][: len(turn.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "fault"),
+    [
+        (9, -1.0, r"log-probabilities of \[9\], tokens \[1\]"),
+        (1, 2.0, "a log-probability above 0"),
+        (1, -9999.0, "no log-probability of a sampled token"),
+    ],
+)
+def test_a_log_probability_of_another_token_or_of_none_is_refused(
+    token: int, logprob: float, fault: str
+) -> None:
+    turn, at_gateway = opened()
+    wrong = chunk([1], (0, 1, 1))
+    wrong.choices[0].logprobs = _Logprobs([TokenLogprob(token, logprob)])
+    with pytest.raises(PeerProtocolError, match=fault):
+        fold(at_gateway, wrong)
+    assert not turn.token_ids
+
+
+def test_a_finish_reason_that_no_gateway_sends_is_the_gateway_s_fault() -> None:
+    _, at_gateway = opened()
+    with pytest.raises(PeerProtocolError, match="'error' is not a valid FinishReason"):
+        fold(at_gateway, chunk([1], (0, 1, 1), finish="error"))
 
 
 def test_a_turn_is_immovable_where_the_gateway_says_so_and_movable_where_it_does_not() -> None:

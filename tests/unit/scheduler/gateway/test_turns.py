@@ -109,6 +109,17 @@ def test_a_value_that_is_no_log_probability_of_a_sampled_token_is_the_engines_fa
     assert accepted(turn, attempt, EngineChoice([7], _Logprobs([masked]))) == 1
 
 
+def test_sampling_masks_that_are_not_one_for_each_token_are_the_engines_fault() -> None:
+    """Else they would stand beside other tokens: three masks of two tokens, and a third token."""
+    turn = _attempt().turn
+    attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(1), numerics="")
+    logprobs = _Logprobs([TokenLogprob(each, -0.5) for each in (7, 8)])
+    masks: list[tuple[int, ...]] = [(7, 1), (7, 2), (8, 3)]
+    with pytest.raises(EngineLost, match="protocol: 3 sampling masks, 2 tokens"):
+        accepted(turn, attempt, EngineChoice([7, 8], logprobs, sampling_mask=masks))
+    assert not turn.token_ids
+
+
 def test_only_a_finish_reason_of_vllm_ends_an_attempt() -> None:
     for reason in (None, "stop", "length", "repetition", "abort", "error"):
         check_finish(EngineChoice(finish_reason=reason))

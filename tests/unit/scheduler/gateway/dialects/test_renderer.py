@@ -9,15 +9,13 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.dialects.renderer import (
-    CHAT,
-    COMPLETION,
-    Dialect,
     RenderEndpoint,
     Renderer,
     RendererFault,
     RenderRefused,
     StreamedText,
 )
+from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Dialect
 from scheduler.gateway.engines.engine_connections import ConnectionFailed
 from scheduler.gateway.settings import Timeouts
 

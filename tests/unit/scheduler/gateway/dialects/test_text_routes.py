@@ -22,7 +22,6 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.gateway import loop_share
-from scheduler.gateway.dialects.renderer import CHAT, COMPLETION
 from scheduler.gateway.dialects.session_names import (
     SESSION_HEADERS,
     session_header,
@@ -30,6 +29,7 @@ from scheduler.gateway.dialects.session_names import (
     trajectory_of,
 )
 from scheduler.gateway.dialects.stopped_text import StoppedText, in_parts, text_tokens, without_stop
+from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION
 from scheduler.gateway.dialects.text_logprobs import named_in_parts, prompt_logprobs
 from scheduler.gateway.dialects.text_request import TextRequest
 from scheduler.gateway.dialects.text_routes import MAX_TURNS, turns_of

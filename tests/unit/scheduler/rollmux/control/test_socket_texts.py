@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from harvester.platform.blocking_peer import BlockingPeer
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_server import listening_socket
-from scheduler.rollmux.control.socket_transport import SocketTransport, answered
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,
@@ -38,7 +39,7 @@ class Refusing(http.client.HTTPConnection):
     def __init__(self, outcome: bytes | OSError) -> None:
         super().__init__("localhost")
         self.outcome = outcome
-        self.status = 400
+        self.status, self.length = 400, 0
 
     def request(self, *_: object, **__: object) -> None:
         if isinstance(self.outcome, OSError):
@@ -55,11 +56,14 @@ class Refusing(http.client.HTTPConnection):
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (b'{"error": "job \'a b\': use letters"}', "call: 400: job 'a b': use letters"),
-        (b"no JSON", "call: 400: no JSON"),
-        (PermissionError(13, "Permission denied"), "call: Permission denied"),
-        (TimeoutError("timed out"), "call: timed out"),
-        (TimeoutError(), "call: TimeoutError"),
+        (
+            b'{"error": "job \'a b\': use letters"}',
+            "call refuses: HTTP 400: job 'a b': use letters",
+        ),
+        (b"no JSON", "call refuses: HTTP 400: no JSON"),
+        (PermissionError(13, "Permission denied"), "call gives no answer: Permission denied"),
+        (TimeoutError("timed out"), "call gives no answer: timed out"),
+        (TimeoutError(), "call gives no answer: TimeoutError"),
     ],
 )
 def test_a_refused_request_is_reported_in_the_refusal_s_words(
@@ -67,7 +71,9 @@ def test_a_refused_request_is_reported_in_the_refusal_s_words(
 ) -> None:
     kind = PeerProtocolError if isinstance(outcome, bytes) else Exhausted
     with pytest.raises(kind) as refused:
-        answered(Refusing(outcome), "POST", "/", b"", {}, what="call", most_bytes=1000)
+        BlockingPeer("call", lambda _: Refusing(outcome)).answer(
+            "", b"", timeout_s=1.0, most_bytes=1000
+        )
     assert str(refused.value) == words
 
 
