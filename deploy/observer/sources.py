@@ -17,6 +17,7 @@ ROOTS = ("coserve.vllm.middleware", "coserve.vllm.observer", "coserve.vllm.pulse
 GUEST_ONLY = (
     "coserve.guest",
     "coserve.law.work_gate",
+    "harvester.contracts.isolation",
     "harvester.contracts.wire",
     "harvester.platform",
 )

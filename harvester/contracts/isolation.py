@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class IsolationBackend(StrEnum):
-    """What bounds the delay from a running guest step; `coserve.guest.isolation` describes each."""
+    """Bounds of the delay from a running guest step; `coserve.guest.isolation` describes each."""
 
     IDLE_GROUP = "idle-group"
     IDLE = "idle"

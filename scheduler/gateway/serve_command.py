@@ -80,7 +80,6 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
 
     from harvester.contracts.clock import MonotonicClock
     from harvester.platform.http_kit import listen, run_until, serving, stop_event
-    from harvester.platform.service_manager import notify, stay_alive
     from scheduler.gateway.gateway import Gateway
     from scheduler.gateway.gateway_state import SchedulerState
     from scheduler.gateway.scheduler import Scheduler
@@ -106,18 +105,14 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
                 await scheduler.start()
                 _collect_less()
                 typer.echo(f"listening on {url}")
-                notify("READY=1")
                 ledgers = scheduler.ledgers.values()
-                beside = [
-                    asyncio.create_task(_collect_when_quiet(lambda: sum(map(len, ledgers)))),
-                    asyncio.create_task(stay_alive()),
-                ]
+                collecting = asyncio.create_task(
+                    _collect_when_quiet(lambda: sum(map(len, ledgers)))
+                )
                 try:
                     await run_until(stop, scheduler.failed())
                 finally:
-                    notify("STOPPING=1")
-                    for each in beside:
-                        each.cancel()
+                    collecting.cancel()
                     front.close()
                     scheduler.runner.close()
         finally:

@@ -78,7 +78,7 @@ def test_none_falls_below_its_least_and_the_others_make_up_for_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_with_several_at_their_least_the_others_are_the_best_beside_them(seed: int) -> None:
+def test_coefficients_beside_several_at_their_least_are_the_best(seed: int) -> None:
     """Observations of a law with negative coefficients, all in one call: scipy's solution."""
     rng, law = np.random.default_rng(seed), (0.1, -0.004, 2e-4, -0.003)
     points = np.column_stack(
@@ -87,7 +87,7 @@ def test_with_several_at_their_least_the_others_are_the_best_beside_them(seed: i
     values = np.maximum(points @ law * rng.uniform(0.8, 1.2, 60), 0.005)
     found = LeastSquares(least=LEAST).updated((0.0,) * 4, points, values)
     weights = np.sqrt((1 - 1 / 200) ** np.arange(60)[::-1]) / values
-    # What the floor under the information adds: a pull towards the coefficients before, here 0.
+    # The floor under the information pulls towards the coefficients before, here 0.
     pull = np.sqrt(1e-3 * (weights**2).sum()) * np.eye(4)
     best = lsq_linear(
         np.vstack([points * weights[:, None], pull]),
