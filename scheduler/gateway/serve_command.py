@@ -92,6 +92,7 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     # closing would look like a lost engine.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(
+    from harvester.platform.systemd import reporting
         connector=connector, timeout=aiohttp.ClientTimeout(total=None)
     ) as session:
         scheduler = Scheduler(settings, clock, state, session)
@@ -109,8 +110,10 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
                 collecting = asyncio.create_task(
                     _collect_when_quiet(lambda: sum(map(len, ledgers)))
                 )
+                front.open()
                 try:
-                    await run_until(stop, scheduler.failed())
+                    async with reporting():
+                        await run_until(stop, scheduler.failed())
                 finally:
                     collecting.cancel()
                     front.close()
