@@ -11,7 +11,7 @@ from harvester.agent.node import RELOADER, NodeAgent
 from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
 from harvester.config_file import LoadedConfig, read_slots_file, with_slots
-from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import listen, serving, stop_event
@@ -166,6 +166,11 @@ class AgentProcess:
             node.open_more()
         complete = self._slots_file.in_force and not node.unopened
         node.metrics.gauge("slots_file_in_force").set(complete)
+        if self._found is not None and self._found.discovered:
+            node.slots_file_age_s = self._slots_file.age_s(wall_s=wall_seconds())
+        else:
+            node.slots_file_age_s = 0.0
+        node.metrics.gauge("slots_file_age_seconds").set(node.slots_file_age_s)
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
         if self._slots_file.failed(fault):
