@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import Field, ValidationError
@@ -32,6 +32,9 @@ from harvester.platform.yaml_file import (
 from harvester.policy.bounds import Range, beyond, slo_warnings
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
+DISCOVERED: Final = "# Written by `rosemux discover`"
+"""How a slots file begins that a discovery keeps up to date, and writes again at least so often:"""
+DISCOVERED_AGAIN_S: Final = 60.0
 _LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
 _SERVICE_LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
@@ -44,6 +47,8 @@ class LoadedConfig:
     config: AgentConfig
     notes: tuple[str, ...] = ()
     """Warnings about a configuration that is valid."""
+    discovered: bool = False
+    """Of a slots file: whether a discovery keeps it up to date."""
 
 
 class SlotsFile(FrozenSettings):
@@ -122,7 +127,8 @@ def read_slots_file(
     found = _with(written.config, slots, path)
     notes = _checked(found, values, text, path)
     found.check_users()
-    return LoadedConfig(config=found, notes=tuple(notes))
+    discovered = text.startswith(DISCOVERED)
+    return LoadedConfig(config=found, notes=tuple(notes), discovered=discovered)
 
 
 def with_slots(written: LoadedConfig, found: LoadedConfig | None) -> LoadedConfig:

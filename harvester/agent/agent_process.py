@@ -1,11 +1,8 @@
 """The agent's process: the beat, the server, signals and systemd, from start to drain."""
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 
 from harvester.agent.engine_probes import MetricsProbe
@@ -14,10 +11,11 @@ from harvester.agent.node import RELOADER, NodeAgent
 from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
 from harvester.config_file import LoadedConfig, read_slots_file, with_slots
-from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import listen, serving, stop_event
+from harvester.platform.systemd import BEATS, notify, watchdog_s
 
 _log = logging.getLogger(__name__)
 
@@ -25,24 +23,6 @@ _LOOK_S = 1.0
 _RETRY_S = 10.0
 _CONNECTIONS = 256
 """A few gateways and those who look; descriptors beyond belong to the beat."""
-_WATCHDOG_SHARE = 4
-"""Notifications to systemd per watchdog period."""
-
-
-def notify(message: str) -> None:
-    """sd_notify(3); nothing where the environment has no NOTIFY_SOCKET."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    if address.startswith("@"):
-        # The abstract namespace, whose addresses begin with a zero byte.
-        address = "\0" + address[1:]
-    # systemd may be gone or slow; that never stops the agent.
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
-    ):
-        channel.sendto(message.encode(), address)
 
 
 class AgentProcess:
@@ -103,8 +83,7 @@ class AgentProcess:
 
     async def _beats(self, node: NodeAgent, stop: asyncio.Event) -> None:
         due_s, notified_s = self._clock.now(), 0.0
-        watchdog_us = os.environ.get("WATCHDOG_USEC", "")
-        watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
+        report_s = watchdog_s() / BEATS or 1.0
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def beat() -> None:
@@ -115,7 +94,7 @@ class AgentProcess:
                     self._probe(node.slots)
                     node.beat()
                     now = self._clock.now()
-                    if now - notified_s >= watchdog_s / _WATCHDOG_SHARE:
+                    if now - notified_s >= report_s:
                         notify("WATCHDOG=1")
                         notified_s = now
                     # A beat that came late is not made up for.
@@ -187,6 +166,11 @@ class AgentProcess:
             node.open_more()
         complete = self._slots_file.in_force and not node.unopened
         node.metrics.gauge("slots_file_in_force").set(complete)
+        if self._found is not None and self._found.discovered:
+            node.slots_file_age_s = self._slots_file.age_s(wall_s=wall_seconds())
+        else:
+            node.slots_file_age_s = 0.0
+        node.metrics.gauge("slots_file_age_seconds").set(node.slots_file_age_s)
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
         if self._slots_file.failed(fault):

@@ -88,6 +88,7 @@ class Routes:
                 stops=self._node.stops.stops,
                 unopened=self._node.unopened,
                 config_refused="; ".join(self._node.refused.values()),
+                slots_file_age_s=self._node.slots_file_age_s,
             )
         )
 

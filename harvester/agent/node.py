@@ -89,6 +89,7 @@ class NodeAgent:
         """Fields of the configuration file that await a restart."""
         self.refused: dict[str, str] = {}
         """Why a reload was refused, by its origin, until one is taken over."""
+        self.slots_file_age_s = 0.0
         self._audit_missing = 0
         self._open_all(config)
         modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)

@@ -1,4 +1,5 @@
-"""When an agent reads its slots file: on a change, and again while the file cannot be used."""
+"""When an agent reads its slots file: on a change, and again while the file cannot be used; and how
+long ago its discovery looked."""
 
 from pathlib import Path
 
@@ -16,6 +17,10 @@ class SlotsWatch:
         self._seen: tuple[int, int, int] | str | None = _UNSEEN
         self._retry_at_s = 0.0
         self._fault = ""
+
+    def age_s(self, *, wall_s: float) -> float:
+        """Since the file as it was seen last was written; 0 without one."""
+        return max(0.0, wall_s - self._seen[1] * 1e-9) if isinstance(self._seen, tuple) else 0.0
 
     def due(self, *, now: float) -> bool:
         """Whether to read the file now; `taken` or `failed` follows."""

@@ -7,6 +7,8 @@ from rich.table import Table
 from harvester.cli.row_table import add_row, row_table
 from harvester.contracts.wire.leases import SlotOffer, SlotOffers
 
+_SILENT_DISCOVERY_S = 300.0
+"""As the alert RoseMuxDiscoverySilent has it."""
 _NAMES = ("slot", "lease", "service", "model", "url", "guard")
 _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "known", "charged")
 
@@ -48,6 +50,9 @@ def agent_faults(offers: SlotOffers) -> Iterator[str]:
         yield f"Slot {name} is not open: {reason}"
     if offers.config_refused:
         yield f"A reload was refused, the old configuration goes on: {offers.config_refused}"
+    if offers.slots_file_age_s >= _SILENT_DISCOVERY_S:
+        age = f"{offers.slots_file_age_s:.0f} s"
+        yield f"Discovery has been silent for {age}: slots stay as they were"
     if offers.restart_needed:
         yield f"The agent needs a restart for {', '.join(offers.restart_needed)}"
 

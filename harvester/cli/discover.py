@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from harvester.cli.server_call import CaFile, TokenToSend, call, credentials_of
-from harvester.config_file import SlotsFile
+from harvester.config_file import DISCOVERED, DISCOVERED_AGAIN_S, SlotsFile
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.discovery.kubernetes_pods import (
@@ -34,7 +34,7 @@ from harvester.platform.yaml_file import MAX_FILE_BYTES, parse_fields, read_text
 
 _log = logging.getLogger(__name__)
 
-_HEADER = "# Written by `rosemux discover`: what is changed here is lost. Change its template.\n"
+_HEADER = f"{DISCOVERED}: what is changed here is lost. Change its template.\n"
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Template = Annotated[
@@ -145,16 +145,22 @@ class SlotsWriter:
     file: Path
     _reported: tuple[str, ...] = ()
     """Faults of the last look."""
+    _written_s: float | None = None
 
     def take(self, *, now: float) -> None:
-        """Looks once and writes the file if its slots changed. Logs faults when they begin."""
+        """Looks once and writes the file if its slots changed or it is old: its age says when a
+        look last succeeded. Logs faults when they begin."""
         try:
             found, faults = self.template.slots(self.find())
             text = _text(self.kept.observe(found, now=now)).encode()
             if len(text) > MAX_FILE_BYTES:
                 raise Exhausted(f"{len(text)} bytes are more than an agent reads")
-            if not self.file.exists() or self.file.read_bytes() != text:
+            changed = not self.file.exists() or self.file.read_bytes() != text
+            old = self._written_s is None or now - self._written_s >= DISCOVERED_AGAIN_S
+            if changed or old:
                 whole_file.replace(self.file, text, mode=0o644)
+                self._written_s = now
+            if changed:
                 _log.info("%s: slots %s", self.file, ", ".join(sorted(found)) or "none")
         except Exhausted as error:
             faults = [f"the slots stay as they are: {error}"]

@@ -27,6 +27,7 @@ from harvester.platform.http_kit import (
     whole_body,
 )
 from harvester.platform.logs import begin_log
+from harvester.platform.systemd import reporting
 from harvester.platform.tls import ServerTls
 from harvester.proxy.routes import (
     REPLY_HEADERS,
@@ -198,4 +199,5 @@ async def run_proxy(settings: ProxySettings, *, started: Callable[[str], None]) 
             host, port, tls = settings.host, settings.port, settings.tls
             remedy = "choose another --port, 0 takes a free one"
             started(await listen(runner, host, port, remedy=remedy, tls=tls))
-            await stop.wait()
+            async with reporting():
+                await stop.wait()

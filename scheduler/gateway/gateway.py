@@ -12,7 +12,7 @@ POST /v1/stops                          hold, drain or resume all agents' slots 
 /workers, /pull_weights, ...            a trainer's only engine (engine_list_routes.py)
 /api/v1/asample, ...                    Tinker's (tinker_routes.py)
 /inference/v1/abort_requests, ...       aborts, and ends of trajectories (abort_routes.py)
-GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
+GET  /v1/status   /metrics   /healthz   /readyz   /openapi.json (openapi.py)
 /jobs/{job}/...                         all of these again, for one job (job_paths.py)
 """
 
@@ -165,7 +165,7 @@ class Gateway:
         self._scheduler = scheduler
         self._tenants = tenants
         self._clock = clock
-        self._closing = False
+        self._open = self._closing = False
         self._entry = LoopEntry()
         self._max_body_bytes = settings.max_body_bytes
         self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
@@ -205,9 +205,14 @@ class Gateway:
                     web.get("/v1/status", self._status),
                     web.get("/metrics", self._metrics),
                     web.get("/healthz", self._healthz),
+                    web.get("/readyz", self._readyz),
                 ]
             )
         )
+
+    def open(self) -> None:
+        """The scheduler knows what the process before it left: turns may come."""
+        self._open = True
 
     def close(self) -> None:
         self._closing = True
@@ -369,6 +374,11 @@ class Gateway:
         if self._closing:
             return error_reply(503, "shutting down", headers=RETRY_AFTER)
         return json_reply({"status": "ok"})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        if not self._open and not self._closing:
+            return error_reply(503, "starting", headers=RETRY_AFTER)
+        return await self._healthz(request)
 
     def _job(self, request: web.Request) -> JobId:
         """The job that is meant, if the caller may speak for it."""

@@ -48,7 +48,7 @@ _NEW_VERSION = (409, 503)
 _UNNAMED = frozenset(
     f"{method} {path}"
     for method in ("GET", "POST")
-    for path in ("/health", "/health_generate", "/ping", "/version", "/healthz", PATH)
+    for path in ("/health", "/health_generate", "/ping", "/version", "/healthz", "/readyz", PATH)
 )
 """Routes that ask for no token and no job."""
 _CALLER = (401, 403)
@@ -215,6 +215,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/status": Operation("Engines, jobs, queue, leases and counters", None, GatewayStatus),
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
     "GET /healthz": Operation("200, or 503 while it shuts down", refuses=(503,)),
+    "GET /readyz": Operation("200 while it takes turns, else 503", refuses=(503,)),
     f"GET {PATH}": Operation("This document"),
 }
 

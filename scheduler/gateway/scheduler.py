@@ -194,6 +194,16 @@ class Scheduler:
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
 
+    def reconfigure(self, given: GatewaySettings) -> tuple[list[str], tuple[str, ...]]:
+        """Takes over what a running gateway can, and returns the agents that came and the fields
+        that need a restart."""
+        merged, waiting = self.settings.with_new(given)
+        new = [agent for agent in merged.agents if agent not in self.settings.agents]
+        self.settings = merged
+        for agent in new:
+            self.harvest.add_agent(agent.id, self._agent(agent), agent.guests)
+        return [agent.id for agent in new], waiting
+
     def _renderer_peers(self) -> list[RenderEndpoint]:
         """The configured renderers; without any, the dedicated engines that are up, the longest
         context first. Raises Exhausted without an engine."""

@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import logging
 import os
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +15,10 @@ import typer
 if TYPE_CHECKING:
     from harvester.platform.file_lock import FileLock
     from harvester.platform.tenants import Tenants
+    from scheduler.gateway.scheduler import Scheduler
     from scheduler.gateway.settings import GatewaySettings
+
+_log = logging.getLogger(__name__)
 
 _YOUNG_OBJECTS = 10_000
 """Objects made and not freed between two collections of the youngest: a pause of about 0.5 ms."""
@@ -47,7 +53,7 @@ def gateway(
     begin_log(log_level)
     # State and journals hold the ids of leases, with which every reader could end them.
     os.umask(0o077)
-    uvloop.run(serve(settings, tenants))
+    uvloop.run(serve(settings, tenants, reload=partial(load_settings, config)))
 
 
 def _collect_less() -> None:
@@ -74,12 +80,19 @@ async def _collect_when_quiet(open_turns: Callable[[], int]) -> None:
             waited_s = 0.0
 
 
-async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
+async def serve(
+    settings: "GatewaySettings",
+    tenants: "Tenants",
+    *,
+    reload: "Callable[[], GatewaySettings] | None" = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; SIGHUP takes over what `reload` reads. Raises ConfigError if
+    the port is taken."""
     import aiohttp
 
     from harvester.contracts.clock import MonotonicClock
     from harvester.platform.http_kit import listen, run_until, serving, stop_event
+    from harvester.platform.systemd import reporting
     from scheduler.gateway.gateway import Gateway
     from scheduler.gateway.gateway_state import SchedulerState
     from scheduler.gateway.scheduler import Scheduler
@@ -109,8 +122,13 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
                 collecting = asyncio.create_task(
                     _collect_when_quiet(lambda: sum(map(len, ledgers)))
                 )
+                if reload is not None and not os.isatty(0):
+                    loop = asyncio.get_running_loop()
+                    loop.add_signal_handler(signal.SIGHUP, _reconfigure, scheduler, reload)
+                front.open()
                 try:
-                    await run_until(stop, scheduler.failed())
+                    async with reporting():
+                        await run_until(stop, scheduler.failed())
                 finally:
                     collecting.cancel()
                     front.close()
@@ -119,6 +137,22 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
             await scheduler.close()
             if alone is not None:
                 alone.close()
+
+
+def _reconfigure(scheduler: "Scheduler", reload: "Callable[[], GatewaySettings]") -> None:
+    """A mistake keeps all settings as they are."""
+    from harvester.contracts.errors import ConfigError
+
+    try:
+        given = reload()
+        given.check_files()
+    except ConfigError as error:
+        _log.error("settings not reloaded, the previous ones stay in force: %s", error)
+        return
+    agents, waiting = scheduler.reconfigure(given)
+    _log.info("settings reloaded, new agents: %s", ", ".join(agents) or "none")
+    if waiting:
+        _log.error("fields that need a restart of the gateway: %s", ", ".join(waiting))
 
 
 def _lock_of(state_file: Path | None) -> "FileLock | None":

@@ -264,6 +264,19 @@ class GatewaySettings(FrozenSettings):
         """Before the names of its slots: nodes that are installed alike name them alike."""
         return f"{agent}." if len(self.agents) > 1 else ""
 
+    def with_new(self, given: "GatewaySettings") -> "tuple[GatewaySettings, tuple[str, ...]]":
+        """These settings with what a running gateway takes over of changed ones, which are more
+        agents beside several; and the changed fields that need a restart."""
+        fields = type(self).model_fields.keys() - {"agents"}
+        waiting = {name for name in fields if getattr(self, name) != getattr(given, name)}
+        new = tuple(agent for agent in given.agents if agent not in self.agents)
+        lost = any(agent not in given.agents for agent in self.agents)
+        # An agent alone has its slots' names as they are, one of several has its own before them.
+        if lost or (new and len(self.agents) < 2):
+            return self, tuple(sorted(waiting | {"agents"}))
+        merged = self.model_copy(update={"agents": self.agents + new})
+        return merged, tuple(sorted(waiting))
+
     def check_files(self) -> None:
         """Raises ConfigError if a file for TLS or a token to send cannot be used here."""
         if self.tls is not None:

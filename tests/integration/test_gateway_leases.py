@@ -1,8 +1,11 @@
 """Leases: the client with lost messages, and guests that come and go under the real gateway."""
 
 import asyncio
+import json
+import os
 import signal
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -326,3 +329,29 @@ async def test_a_restarted_gateway_knows_which_job_may_not_use_its_own_engine(
     status, _ = await _generate(service, "r", 20)
     assert status == 200
     assert (await dedicated.get("/_fake"))["open"] == 0
+
+
+async def test_a_reload_adds_agents_and_a_mistake_changes_nothing(
+    gateway, fake_agent, another_agent, tmp_path: Path
+) -> None:
+    fake_agent.offered = another_agent.offered = False
+    agents = [{"id": "a", "url": fake_agent.url}, {"id": "b", "url": another_agent.url}]
+    service = gateway(agents=agents)
+    file = tmp_path / "gateway0.json"
+    written = json.loads(file.read_text())
+
+    def reload(**changes) -> None:
+        file.write_text(json.dumps(written | changes))
+        os.kill(service.process.pid, signal.SIGHUP)
+
+    async with AsyncExitStack() as stack:
+        third = await stack.enter_async_context(served_agent(FakeAgent(lease="third")))
+        more = [*agents, {"id": "c", "url": third.url}]
+        reload(agents=more, prot=1)
+        await asyncio.sleep(0.5)
+        assert await service.get("/readyz") == {"status": "ok"}
+        queued = asyncio.create_task(_generate(service, "r", 1))
+        reload(agents=more, max_attempts=3)
+        await service.until("/v1/status", lambda found: found["leases"])
+        assert third.calls
+        queued.cancel()

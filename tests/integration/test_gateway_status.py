@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,32 @@ async def test_the_page_names_every_field_of_the_status() -> None:
     section = PAGE.read_text().partition("### The status\n")[2].partition("\n##")[0]
     listed = re.findall(r"(?m)^\| `([^`]+)` \|", section)
     assert [name for name in listed if not re.match(r"(leases|slots|services)\..*", name)] == names
+
+
+async def test_a_gateway_is_ready_from_its_start_to_its_end_with_no_engine_too() -> None:
+    agents = [{"id": "node", "url": "http://127.0.0.1:9"}]
+    async with gateway_on(agents=agents) as gateway:
+        assert (await gateway.get("/readyz"))[0] == 503
+        gateway.service.open()
+        for path in ("/readyz", "/jobs/job/readyz"):
+            assert await gateway.get(path) == (200, {"status": "ok"})
+        gateway.service.close()
+        assert await gateway.get("/readyz") == (503, {"error": "shutting down"})
+
+
+async def test_the_process_reports_to_systemd_once_it_takes_turns(
+    gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "400000")
+        process = gateway(agents=[{"id": "node", "url": "http://127.0.0.1:9"}])
+        assert systemd.recv(256) == b"READY=1"
+        assert await process.get("/readyz") == {"status": "ok"}
+        assert [systemd.recv(256) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+        process.kill(signal.SIGTERM)
+        while (report := systemd.recv(256)) == b"WATCHDOG=1":
+            pass
+        assert report == b"STOPPING=1"

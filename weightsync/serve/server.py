@@ -16,6 +16,7 @@ from harvester.platform.bearer import is_loopback
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
 from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, openapi_route
+from harvester.platform.systemd import reporting
 from harvester.platform.tenant_shares import Pressure, TenantShares
 from harvester.platform.tenants import OPERATOR, TENANT, Tenants, tenant_required
 from harvester.platform.tls import ServerTls
@@ -282,7 +283,8 @@ async def listen(
             remedy = "choose another --port, 0 takes a free one"
             host, port, tls = listening.host, listening.port, listening.tls
             started(await http_kit.listen(runner, host, port, remedy=remedy, tls=tls))
-            await stop.wait()
+            async with reporting():
+                await stop.wait()
     finally:
         await shelf.close()
 

@@ -123,6 +123,8 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     """Reason of each slot of the configuration that is not open; it is tried again."""
     config_refused: str = ""
     """Why the last reload was refused: the configuration before it goes on."""
+    slots_file_age_s: float = 0.0
+    """Time since the discovery that keeps the slots file last looked; 0 without one."""
 
 
 class LeaseRequest(

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class HarvestedSlots:
         agents: dict[str, AgentClient],
         guests: dict[SlotId, EngineSettings],
         client_of: Callable[[str, Credentials], EngineClient],
-        credentials: Mapping[str, Credentials],
+        credentials: dict[str, Credentials],
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
@@ -110,6 +110,12 @@ class HarvestedSlots:
         """Leases whose beginning or end is not in the state file."""
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
+
+    def add_agent(self, name: str, agent: AgentClient, guests: Credentials) -> None:
+        """Asks one more agent from the next look on; `guests`: as in `credentials`."""
+        self._credentials[name] = guests
+        self._agents[name] = agent
+        self.wake()
 
     def leasable(self) -> list[EngineDescription]:
         """The engines of slots that this scheduler may lease, leased or not."""

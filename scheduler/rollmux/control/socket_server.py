@@ -28,6 +28,7 @@ from harvester.platform.http_kit import (
 )
 from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
+from harvester.platform.systemd import reporting
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
@@ -190,7 +191,7 @@ async def serve(
     try:
         async with serving(application(api), shutdown_s=_SHUTDOWN_S) as runner:
             await web.SockSite(runner, listening).start()
-            async with exposition(service, metrics_port, known):
+            async with exposition(service, metrics_port, known), reporting():
                 # An error of the phase service ends the process: its state is on disk, its holders
                 # go on.
                 await run_until(stop, api.tick())

@@ -119,7 +119,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
             b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
             b'"forecasts":[]}],'
-            b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":""}'
+            b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0}'
         ),
     ),
     (

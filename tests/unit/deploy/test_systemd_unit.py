@@ -199,6 +199,18 @@ def test_systemd_understands_the_units_of_services_off_the_node(
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("shipped", [PROXY_UNIT, GATEWAY_UNIT], ids=lambda path: path.stem)
+def test_units_of_services_that_report_wait_for_it_and_end_one_that_stands_still(
+    shipped: Path,
+) -> None:
+    assert said(shipped, "Type") == ["notify"]
+    assert said(shipped, "NotifyAccess") == ["main"]
+    assert said(shipped, "WatchdogSec") == ["30s"]
+    assert said(shipped, "OOMScoreAdjust") == ["500"], "it may run beside production"
+    (families,) = said(shipped, "RestrictAddressFamilies")
+    assert "AF_UNIX" in families.split()
+
+
 def test_the_engine_proxy_s_unit_gives_options_that_exist() -> None:
     (command,) = re.findall(r"(?m)^ExecStart=(.*)$", PROXY_UNIT.read_text())
     _, name, *options = command.split()

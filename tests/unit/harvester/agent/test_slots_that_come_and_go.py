@@ -20,8 +20,8 @@ from harvester.agent.node import NodeAgent
 from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
 from harvester.config import AgentConfig, SlotConfig
-from harvester.config_file import load_agent_config, read_agent_config
-from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.config_file import DISCOVERED, load_agent_config, read_agent_config
+from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import GrantMode, PageDirectory, PageFault
@@ -467,6 +467,26 @@ def test_the_slots_file_is_followed(running: Running, tmp_path: Path) -> None:
     running.process._reconfigure(running.node)
     assert running.beat() == ["own"]
     assert running.in_force == 1
+
+
+def test_an_agent_knows_how_long_its_discovery_has_been_silent(
+    running: Running, tmp_path: Path
+) -> None:
+    path = tmp_path / "slots.yaml"
+
+    def age_s() -> float | None:
+        os.utime(path, (wall_seconds() - 400.0,) * 2)
+        running.beat()
+        found = running.node.metrics.registry.get_sample_value("harvester_slots_file_age_seconds")
+        assert found == running.node.slots_file_age_s
+        return found
+
+    write(path, "a")
+    assert age_s() == 0.0, "a file of another tool has nothing to say of its age"
+    path.write_text(f"{DISCOVERED}: leave it\n{path.read_text()}")
+    assert age_s() == pytest.approx(400.0, abs=30.0)
+    path.write_text(path.read_text().replace("name: a", "name: a, modell: b"))
+    assert age_s() == pytest.approx(400.0, abs=30.0)
 
 
 def test_a_slots_file_that_cannot_be_used_leaves_the_slots_as_they_were(

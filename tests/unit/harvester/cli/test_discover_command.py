@@ -1,5 +1,6 @@
 """`rosemux discover`: prints slots once, or keeps a slots file that an agent can read."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -153,6 +154,24 @@ def test_the_file_is_written_only_where_slots_changed(look: SlotsWriter, source:
     source.slots = ("a", "b")
     look.take(now=20.0)
     assert look.file.stat().st_ino != first
+
+
+def test_a_file_that_stays_the_same_is_written_again_each_minute_while_the_source_answers(
+    look: SlotsWriter, source: Source
+) -> None:
+    source.slots = ("a",)
+    look.take(now=0.0)
+
+    def written_again(*, now: float) -> bool:
+        os.utime(look.file, (0, 0))
+        look.take(now=now)
+        return look.file.stat().st_mtime > 0
+
+    assert [written_again(now=now) for now in (30.0, 59.0, 60.0, 119.0, 120.0)] == [
+        False, False, True, False, True
+    ]  # fmt: skip
+    source.slots = None
+    assert not written_again(now=1000.0)
 
 
 def test_while_the_source_gives_no_answer_the_slots_stay(

@@ -167,3 +167,28 @@ def test_refuses_a_token_file_that_protects_nothing(tmp_path: Path, text, mode, 
     with pytest.raises(ConfigError, match=said) as caught:
         Tenants.load(path)
     assert "aaaa" not in str(caught.value)
+
+
+_AGENTS = [{"id": each, "url": f"http://127.0.0.{at}:1"} for at, each in enumerate("abc", 1)]
+_MOVED = {"id": "b", "url": "http://127.0.0.9:1"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "listed", "waiting"),
+    [
+        (_AGENTS[:2], {"agents": _AGENTS}, "abc", ()),
+        (_AGENTS[:2], {"agents": [_AGENTS[2], *_AGENTS[:2]], "port": 1}, "abc", ("port",)),
+        (_AGENTS[:2], {"agents": _AGENTS[1:]}, "ab", ("agents",)),
+        (_AGENTS[:1], {"agents": _AGENTS}, "a", ("agents",)),
+        (_AGENTS[:1], {"agents": _AGENTS[:1], "jobs": [{"id": "other"}]}, "a", ("jobs",)),
+        (_AGENTS[:2], {"agents": [_AGENTS[0], _MOVED]}, "ab", ("agents",)),
+    ],
+    ids=["more", "order", "fewer", "first", "none", "moved"],
+)  # fmt: skip
+def test_a_reload_takes_over_more_agents_and_names_what_needs_a_restart(
+    tmp_path: Path, before: Any, after: Any, listed: str, waiting: tuple[str, ...]
+) -> None:
+    old = load_settings(_write(tmp_path / "old.json", agents=before))
+    merged, found = old.with_new(load_settings(_write(tmp_path / "new.json", **after)))
+    assert ("".join(agent.id for agent in merged.agents), found) == (listed, waiting)
+    assert merged == old.model_copy(update={"agents": merged.agents})
