@@ -78,6 +78,7 @@ class SwitchClient:
 
     def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._peer = BlockingPeer.at(url, credentials, name="gateway")
+        self.url = url
         self.job = job
 
     def view(self) -> GatewayView:
