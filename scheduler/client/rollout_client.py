@@ -1,12 +1,8 @@
-"""A job's client: turns through the gateway, or on dedicated engines while it is silent.
-
-Retries passing faults, under one request id, on a bounded schedule. A token that was received once
-is part of its turn, whatever fails afterwards.
-"""
+"""A job's client: turns through the gateway, or on dedicated engines while it is silent."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -17,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.rollouts import (
     AnnouncedVersion,
@@ -30,7 +26,6 @@ from harvester.contracts.wire.rollouts import (
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.http_kit import PASSING, body_of
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
-from scheduler.client.announcements import Announcements
 from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_connection import GatewayConnection, decoded
 from scheduler.client.gateway_turn import GatewayTurn
@@ -68,6 +63,33 @@ bounds the time without a token."""
 _HUNG_S = 60.0
 _ABORT_S = 5.0
 """Longest wait for the gateway's tokens of a turn that is aborted."""
+
+
+class _Announcements:
+    """Open announcements of a job's versions: a later version ends the calls of earlier ones."""
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Timeout, int] = {}
+
+    @asynccontextmanager
+    async def announcing(self, version: int) -> AsyncIterator[None]:
+        """Around the call of one version. Raises Stale once a later version is announced: sent
+        again after that, this one would be taken for another run's."""
+        later = f"version {version} was overtaken by the announcement of a later one"
+        if max(self._open.values(), default=0) > version:
+            raise Stale(later)
+        for each in [each for each, other in self._open.items() if other < version]:
+            del self._open[each]  # A call that ends already cannot be ended again.
+            each.reschedule(0.0)
+        cut = asyncio.timeout(None)
+        try:
+            async with cut:
+                self._open[cut] = version
+                yield
+        except TimeoutError as error:
+            raise Stale(later) from error
+        finally:
+            self._open.pop(cut, None)
 
 
 class AsyncRolloutClient:
@@ -113,7 +135,7 @@ class AsyncRolloutClient:
         engines.check()
         self._fallback = fallback
         self._ledger = TurnLedger(self._gateway.job)
-        self._announcements = Announcements()
+        self._announcements = _Announcements()
         self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
         """Each open turn's, with the turn where the gateway alone has its tokens."""
         self._ending: set[asyncio.Task[None]] = set()

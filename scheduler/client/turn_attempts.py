@@ -1,6 +1,7 @@
 """The attempts of one turn until it ends: at the gateway, or on dedicated engines in its silence.
 
-A token that was received once is part of its turn, whatever fails afterwards.
+Retries passing faults, under one request id, on a bounded schedule. A token that was received once
+is part of its turn, whatever fails afterwards.
 """
 
 import asyncio

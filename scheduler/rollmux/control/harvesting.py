@@ -77,7 +77,8 @@ class SwitchClient:
     """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
     def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._peer, self._url = BlockingPeer.at(url, credentials, name="gateway"), url
+        self._peer = BlockingPeer.at(url, credentials, name="gateway")
+        self.url = url
         self.job = job
 
     def view(self) -> GatewayView:
@@ -85,7 +86,7 @@ class SwitchClient:
         try:
             return msgspec.json.decode(body, type=GatewayView)
         except UNDECODABLE as error:
-            raise PeerProtocolError(f"status of gateway {self._url}: {error}") from error
+            raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def switch_off(self) -> None:
         """Allows no engines and leases before the first permit. Raises ConfigError on refusal."""

@@ -66,6 +66,6 @@ def test_no_proxy_of_the_environment_gets_a_call(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:8o", "http://h:99999", "http://["])
-def test_what_is_no_address_of_a_server_is_refused_at_once(url: str) -> None:
+def test_a_url_that_is_no_address_of_a_server_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="use http://HOST:PORT"):
         BlockingPeer.at(url, name="server")
