@@ -149,9 +149,9 @@ class PhaseService:
         if refusal:
             unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
             return CallRefused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
-        return self.look(entry)
+        return self.entry_reply(entry)
 
-    def look(self, entry: Enter) -> EnterReply:
+    def entry_reply(self, entry: Enter) -> EnterReply:
         """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
         if entry.job in self._unsaved:
             raise Exhausted("a decision is not on disk yet")

@@ -135,10 +135,10 @@ class PlanningService(PhaseService):
         self._observe(given)
         return Accepted()
 
-    def look(self, entry: Enter) -> EnterReply:
+    def entry_reply(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
         if not held_up:
-            return super().look(entry)
+            return super().entry_reply(entry)
         changed = self.cluster.placements[entry.job].changed
         return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 

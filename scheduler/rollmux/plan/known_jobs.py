@@ -35,8 +35,8 @@ class KnownJobsPlanner(GroupPlanner):
             if isinstance(effect, AssignNodes):
                 self.reasons[effect.placement.job] = effect.reason
 
-    def settle(self) -> None:
-        """Moves that spare nodes, until none is found."""
+    def spare_nodes(self) -> None:
+        """Searches for moves that spare nodes, until none is found."""
         # No job is resident anywhere yet, so only the nodes used afterwards count.
         there, self.table.supply = self.table.supply, {}
         for _ in range(_LOOKS):

@@ -48,7 +48,7 @@ class EmbeddedControl:
             until_s = self._clock.now() + min(message.wait_s, WAIT_MAX_S)
             while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
                 self._changed.wait(left_s)
-                reply = self._service.look(message)
+                reply = self._service.entry_reply(message)
             return reply
 
     def jobs(self) -> tuple[JobStatus, ...]:

@@ -359,10 +359,10 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
         with pytest.raises(Exhausted):
             _enter(service, "b")
         with pytest.raises(Exhausted):
-            service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
+            service.entry_reply(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
         _pass_time(service, clock, 5.0)
         assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), PermitSnapshot)
-        assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
+        assert service.entry_reply(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
     assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
     assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
     for _ in range(2):
