@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
-from scheduler.rollmux.permits.admission import register, remove, request, withdraw
+from scheduler.rollmux.permits.admission import Effects, register, remove, request, withdraw
 from scheduler.rollmux.permits.endings import ended, fail, stale
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -42,8 +42,6 @@ from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.starts import start_jobs
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, deadlines_s, verdict
-
-Effects = list[PermitEffect]
 
 
 class PermitPolicy:
