@@ -23,7 +23,7 @@ from benchmarks.testbed.production import production_session
 from benchmarks.testbed.trace import Trace
 from examples.grpo.events import StepDone
 from scheduler.rollmux.control import on_ray
-from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.control.control_settings import ControlSettings
 
 _STEP_MAX_S = 180.0
 _STARTED = tuple(reversed(JOBS))
@@ -65,7 +65,7 @@ class Bench:
             await self._node.answers(self._on_progress)
             if self._serving is not None:
                 await self._serving.answers(session, self._on_progress)
-            on_ray.start_control(PermitsConfig(), journal=self._parts.paths.logs)
+            on_ray.start_control(ControlSettings(journal=self._parts.paths.logs))
             await run_with_watchdog(self._parts.one_dies(), self._rounds())
         facts = Facts(steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s)
         if self._serving is None:

@@ -29,7 +29,7 @@ from scheduler.rollmux.forecast.execution import advance
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import OUR_RULES
 from scheduler.rollmux.forecast.stages import EVENT, empty_nodes, empty_permits
-from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
+from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,

@@ -36,7 +36,7 @@ from scheduler.sim.rollmux.ledger import Ledger, RunResult
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import SimulatedJob
 
-LOOK_S: Final = 0.1
+TAIL_POLL_S: Final = 0.1
 """Period of a job's polls, in s: the time from its decision to leave until its engines are
 empty."""
 
@@ -90,15 +90,15 @@ class LeasedDriver(Driver):
         else:
             worker.version += 1
 
-    def _tell(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
-        effects = super()._tell(event)
+    def _send(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+        effects = super()._send(event)
         for worker in self._away.values():
-            if not worker.is_looking and self._is_home_free(worker):
-                self._look_soon(worker, RECALL_S)
+            if not worker.has_poll_due and self._is_home_free(worker):
+                self._poll_soon(worker, RECALL_S)
         return effects
 
-    def _settle_nodes(self) -> None:
-        super()._settle_nodes()
+    def _update_nodes(self) -> None:
+        super()._update_nodes()
         members: dict[GroupId, list[LeasedWorker]] = defaultdict(list)
         nodes: dict[GroupId, set[NodeId]] = defaultdict(set)
         for placed in self._runtime.cluster.placements.values():
@@ -113,7 +113,7 @@ class LeasedDriver(Driver):
         self._slots = {group: self._supply.slots(len(nodes[group])) for group in members}
         self._dirty.update(members)
 
-    def _settle(self) -> None:
+    def _after_moment(self) -> None:
         while self._dirty:
             groups, self._dirty = sorted(self._dirty), set()
             for group in groups:
@@ -138,8 +138,8 @@ class LeasedDriver(Driver):
                 worker.resize(slots, recompute=not self._in_force, now=self._now)
             self._set_next(worker, worker.next_s(), self._work)
         for worker in members:
-            if worker.is_asked_away and not worker.is_looking:
-                self._look_soon(worker, max(LOOK_S, worker.synced_s - self._now))
+            if worker.is_asked_away and not worker.has_poll_due:
+                self._poll_soon(worker, max(TAIL_POLL_S, worker.synced_s - self._now))
 
     def _changed(self, worker: LeasedWorker) -> None:
         group = self._home.get(worker.job)
@@ -149,17 +149,17 @@ class LeasedDriver(Driver):
     def _turn(self, _: None) -> None:
         """All leases are revoked, or given back."""
         for worker in list(self._away.values()):
-            self._look(worker)
+            self._poll(worker)
         self._in_force = self._supply.in_force(now=self._now)
         self._dirty.update(self._members)
-        self._settle()
+        self._after_moment()
         for worker in self._away.values():
-            self._look_soon(worker, GONE_S + LOOK_S)
+            self._poll_soon(worker, GONE_S + TAIL_POLL_S)
 
     def _tick(self, periodic: bool) -> None:
         super()._tick(periodic)
         for worker in list(self._away.values()):
-            self._look(worker)
+            self._poll(worker)
 
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
         super()._begin(worker, grant)
@@ -191,7 +191,7 @@ class LeasedDriver(Driver):
         else:
             leased.is_asked_away = True
             self._set_next(worker, worker.next_s(), self._work)
-            self._look(leased)
+            self._poll(leased)
 
     def _serves(self, worker: LeasedWorker) -> bool:
         """Whether guests serve the job's tail, or would if it left."""
@@ -207,13 +207,13 @@ class LeasedDriver(Driver):
         asked = permit.stage is PermitStage.NARROWING and not permit.keep
         return asked and worker.left_s > self._supply.terms.activation_s
 
-    def _look_soon(self, worker: LeasedWorker, in_s: float) -> None:
-        worker.is_looking = True
-        self._set(self._now + in_s, self._look, worker)
+    def _poll_soon(self, worker: LeasedWorker, in_s: float) -> None:
+        worker.has_poll_due = True
+        self._set(self._now + in_s, self._poll, worker)
 
-    def _look(self, worker: LeasedWorker) -> None:
+    def _poll(self, worker: LeasedWorker) -> None:
         """Runs the job's tail policy, which its process polls ten times a second."""
-        worker.is_looking = False
+        worker.has_poll_due = False
         permit = self._runtime.permit(worker.job)
         rolls_out = worker.stage is WorkerStage.RUNNING and worker.kind is PhaseKind.ROLLOUT
         if permit is None or not rolls_out:
@@ -229,13 +229,13 @@ class LeasedDriver(Driver):
             now=self._now,
         )
         if not leaving and worker.tail.state is TailState.LEAVING:
-            self._look_soon(worker, LOOK_S)
+            self._poll_soon(worker, TAIL_POLL_S)
         for effect in effects:
             match effect:
                 case NarrowPermit():
-                    self._tell(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
+                    self._send(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
                 case RecallTail(how=how):
-                    self._tell(Beat(job=worker.job, epoch=worker.epoch, recall=how))
+                    self._send(Beat(job=worker.job, epoch=worker.epoch, recall=how))
 
     def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
         leased, permit = self._leased[worker.job], self._runtime.permit(worker.job)

@@ -35,8 +35,8 @@ class LeasedWorker(Worker):
         """Its permit asks for all of its nodes; it leaves them once guests serve it."""
         self.has_lost_kv = False
         """Whether its tail has lost the KV, with the slots that it ran on."""
-        self.is_looking = False
-        """A look at its tail is due."""
+        self.has_poll_due = False
+        """A poll of its tail policy is due."""
         self.slot_s = 0.0
         """Slot seconds that it held."""
         self.given_node_s = 0.0

@@ -18,11 +18,11 @@ from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
 from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.assignments import Masks
+from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 

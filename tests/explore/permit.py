@@ -219,7 +219,7 @@ class Control:
 
     def look(self, entry: Enter) -> Any:
         """The reply to a call that is held open."""
-        return _encoded(self.service.look(entry))
+        return _encoded(self.service.entry_reply(entry))
 
     def _before(self) -> dict[JobId, tuple[Any, ...]]:
         """Jobs that wait, and whether their place counts, as their own records say."""

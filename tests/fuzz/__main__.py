@@ -28,10 +28,10 @@ from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import JOB_HEADER
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.nodes_file import read_nodes
 from scheduler.rollmux.control.socket_server import application as phases_application
-from scheduler.rollmux.permits.terms import PermitsConfig
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import Site, gateway_on
@@ -166,7 +166,7 @@ async def _phases(folder: Path) -> AsyncIterator[str]:
     """A control that plans, over TCP: the fuzzer speaks to no Unix socket."""
     clock, nodes = MonotonicClock(), read_nodes(CHECKOUT / "examples/nodes.yaml")
     service = make_service(
-        PermitsConfig(), clock, state=folder / "state", journal=folder, cluster=nodes
+        ControlSettings(cluster=nodes, state=folder / "state", journal=folder), clock
     )
     api = AsyncPhaseApi(service, clock)
     async with _beside(api.tick), _served(phases_application(api)) as url:

@@ -15,6 +15,7 @@ import ray
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import on_ray
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.wire import (
@@ -64,7 +65,7 @@ def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_contr
 ) -> None:
     with pytest.raises(ControlUnreachable):
         on_ray.connect()
-    control = on_ray.start_control(CONFIG, state=tmp_path / "state.sqlite")
+    control = on_ray.start_control(ControlSettings(permits=CONFIG, state=tmp_path / "state.sqlite"))
     first, second, third = (_job(name) for name in ("first", "second", "third"))
 
     assert ray.get(first.begin.remote(), timeout=ANSWER_S) == 1
@@ -85,7 +86,7 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"open": free, "shut": taken.getsockname()[1]}
         controls = [
-            on_ray.start_control(CONFIG, metrics_port=port, name=name)
+            on_ray.start_control(ControlSettings(permits=CONFIG, metrics_port=port), name=name)
             for name, port in ports.items()
         ]
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
@@ -103,9 +104,11 @@ def test_a_control_on_ray_plans_and_knows_its_jobs_after_it_was_killed(
     ray_cluster: None, tmp_path: Path
 ) -> None:
     control = on_ray.start_control(
-        CONFIG,
-        state=tmp_path / "plan.sqlite",
-        cluster=planned_nodes("r0", "t0", warm_start_s=0.1),
+        ControlSettings(
+            permits=CONFIG,
+            state=tmp_path / "plan.sqlite",
+            cluster=planned_nodes("r0", "t0", warm_start_s=0.1),
+        ),
         name="plans",
     )
     phases = {

@@ -247,7 +247,7 @@ class ClusterPolicy:
 
     def take_effects(self) -> tuple[ClusterEffect, ...]:
         """Effects since the last call, in the order in which they are to be carried out."""
-        self._settle()
+        self._add_changed_terms()
         found = tuple(sorted(self._effects, key=self._order))
         self._effects, self._removed, self._arrived = [], set(), set()
         return found
@@ -439,8 +439,8 @@ class ClusterPolicy:
                 return 2
         return 0
 
-    def _settle(self) -> None:
-        """Emits the present terms of every touched job whose terms have changed."""
+    def _add_changed_terms(self) -> None:
+        """Adds the present terms of every touched job whose terms have changed."""
         for job in sorted(self._touched):
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:

@@ -51,7 +51,7 @@ class AsyncPhaseApi:
                     await changed.wait()
             except TimeoutError:
                 pass
-            reply = self.service.look(entry)
+            reply = self.service.entry_reply(entry)
         return reply
 
     def _wake(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -52,37 +52,25 @@ def serve(
     import msgspec
 
     from harvester.contracts.errors import ConfigError
+    from scheduler.rollmux.control.control_settings import ControlSettings
+    from scheduler.rollmux.control.nodes_file import read_nodes
     from scheduler.rollmux.control.socket_server import serve as served
     from scheduler.rollmux.permits.terms import PermitsConfig
 
-    settings: dict[str, Any] = {
-        "lease_s": lease_s,
-        "patience_s": patience_s,
-        "warn_s": warn_s,
-        "grace_s": grace_s,
-    }
+    permits = PermitsConfig(lease_s=lease_s, patience_s=patience_s, warn_s=warn_s, grace_s=grace_s)
     try:
-        config = msgspec.convert(settings, PermitsConfig)
+        permits = msgspec.convert(msgspec.to_builtins(permits), PermitsConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
-    cluster = None
-    if nodes is not None:
-        from scheduler.rollmux.control.nodes_file import read_nodes
-
-        cluster = read_nodes(nodes)
-    asyncio.run(
-        served(
-            socket,
-            config,
-            state=state,
-            journal=journal,
-            metrics_port=metrics_port,
-            cluster=cluster,
-            journal_bytes=journal_mib << 20,
-            tenants=tenants,
-            group=group,
-        )
+    settings = ControlSettings(
+        permits=permits,
+        cluster=None if nodes is None else read_nodes(nodes),
+        state=state,
+        journal=journal,
+        journal_bytes=journal_mib << 20,
+        metrics_port=metrics_port,
     )
+    asyncio.run(served(socket, settings, tenants=tenants, group=group))
 
 
 @phases.command()

@@ -1,35 +1,20 @@
 """Chooses a control's service: one that plans every job's nodes, or one that is given them."""
 
-from pathlib import Path
-
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec, PhaseSpec
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_limits import KINDS
-from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.control_settings import ControlSettings
+from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.planning import PlanningService
-from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 
-def make_service(
-    config: PermitsConfig,
-    clock: Clock,
-    *,
-    state: Path | None,
-    journal: Path | None,
-    cluster: ClusterConfig | None,
-    journal_bytes: int = JOURNAL_BYTES,
-) -> PhaseService:
+def make_service(settings: ControlSettings, clock: Clock) -> PhaseService:
     """Raises ConfigError if the state file belongs to another kind of control."""
-    if cluster is None:
-        return PhaseService(
-            config, clock, state=state, journal=journal, journal_bytes=journal_bytes
-        )
-    return PlanningService(
-        config, cluster, clock, state=state, journal=journal, journal_bytes=journal_bytes
-    )
+    kind = PhaseService if settings.cluster is None else PlanningService
+    return kind(settings, clock)
 
 
 def compile_for(cluster: ClusterConfig | None) -> None:

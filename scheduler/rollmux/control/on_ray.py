@@ -8,16 +8,16 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
-from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.socket_server import exposition
 from scheduler.rollmux.control.status import statuses
@@ -30,7 +30,6 @@ from scheduler.rollmux.control.wire import (
     encoded_call,
 )
 from scheduler.rollmux.permits.events import Enter
-from scheduler.rollmux.permits.terms import PermitsConfig
 
 _LOG = logging.getLogger(__name__)
 ACTOR = "rosemux-phases"
@@ -42,27 +41,12 @@ _CALLS_AT_ONCE = 1000
 class ControlActor:
     """Becomes a Ray actor in `start_control`; its methods run in the actor's event loop."""
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        state: str | None,
-        journal: str | None,
-        metrics_port: int | None,
-        cluster: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, settings: ControlSettings) -> None:
         clock = MonotonicClock()
-        planned = None if cluster is None else msgspec.convert(cluster, ClusterConfig)
-        compile_for(planned)
-        self._service = make_service(
-            msgspec.convert(config, PermitsConfig),
-            clock,
-            state=None if state is None else Path(state),
-            journal=None if journal is None else Path(journal),
-            cluster=planned,
-        )
+        compile_for(settings.cluster)
+        self._service = make_service(settings, clock)
         self._api = AsyncPhaseApi(self._service, clock)
         self._ticking: asyncio.Task[None] | None = None
-        self._metrics_port = metrics_port
 
     async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
         """The reply, or the fault of the call. Raises Exhausted: ask again."""
@@ -87,29 +71,21 @@ class ControlActor:
     async def _live(self) -> None:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(exposition(self._service, self._metrics_port))
+                await stack.enter_async_context(exposition(self._service))
             except ConfigError as error:
                 # Jobs need the control more than operators need its figures.
                 _LOG.warning("metrics cannot be served: %s", error)
             await self._api.tick()
 
 
-def start_control(
-    config: PermitsConfig | None = None,
-    *,
-    state: Path | None = None,
-    journal: Path | None = None,
-    metrics_port: int | None = None,
-    cluster: ClusterConfig | None = None,
-    name: str = ACTOR,
-) -> "RayTransport":
+def start_control(settings: ControlSettings, *, name: str = ACTOR) -> "RayTransport":
     """The control of this Ray cluster, started now if absent; Ray must be initialised.
 
-    With a `cluster` it plans; `scheduler.rollmux.control.nodes_file` reads one from a file.
-    `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
+    Relative paths are of this process's directory, on the machine of the actor.
     """
     import ray
 
+    state, journal = (path and path.absolute() for path in (settings.state, settings.journal))
     handle = (
         ray.remote(ControlActor)
         .options(
@@ -121,13 +97,7 @@ def start_control(
             max_restarts=-1,
             max_concurrency=_CALLS_AT_ONCE,
         )
-        .remote(
-            msgspec.to_builtins(config or PermitsConfig()),
-            None if state is None else str(state.absolute()),
-            None if journal is None else str(journal.absolute()),
-            metrics_port,
-            None if cluster is None else msgspec.to_builtins(cluster),
-        )
+        .remote(replace(settings, state=state, journal=journal))
     )
     return RayTransport(handle, name)
 

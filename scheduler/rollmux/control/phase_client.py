@@ -18,8 +18,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
@@ -130,6 +130,9 @@ class PhaseClient:
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
+        if self._gateway is not None:
+            # A job that its gateway refuses must take no nodes.
+            self._gateway.switch_off()
         try:
             self._place()
         except ConfigError:
@@ -138,8 +141,6 @@ class PhaseClient:
             # Later jobs would wait behind one that has no process.
             self._withdraw()
             raise
-        if self._gateway is not None:
-            self._gateway.switch_off()
 
     def resident(
         self,
@@ -195,10 +196,12 @@ class PhaseClient:
         self._entered.add(kind)
         if kind is PhaseKind.ROLLOUT and self._gateway is not None:
             leases = self.placement is None or self.placement.harvesting
-            self._leased = LeasedRollout(
+            leased = LeasedRollout(
                 permit, self._gateway, self._transport, self._clock, leases=leases
             )
-            self._leased.begin()
+            with self._given_back(permit):
+                leased.begin()
+            self._leased = leased
         resumed_s = self._clock.now()
         self._loading_s = resumed_s - granted_s
         self.starts.append(
@@ -211,12 +214,13 @@ class PhaseClient:
     def end(self, permit: Permit, *, failed: str = "") -> None:
         """Raises Stale where the permit ended before its phase did."""
         resident = self._residents.get(permit.kind)
-        if self._leased is not None:
-            self._leased.end()
-            self.tails += self._leased.tails
-            self._leased_s = self._leased.leased_s
-            self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
-            self._leased = None
+        leased, self._leased = self._leased, None
+        if leased is not None:
+            with self._given_back(permit):
+                leased.end()
+            self.tails += leased.tails
+            self._leased_s = leased.leased_s
+            self._loading_s += sum(tail.in_line_s for tail in leased.tails)
         self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
@@ -237,6 +241,15 @@ class PhaseClient:
         self._leave(permit, failed=failed, stays_loaded=stays_loaded)
         if not failed:
             permit.check()
+
+    @contextmanager
+    def _given_back(self, permit: Permit) -> Iterator[None]:
+        """Gives the permit back where the gateway's calls are interrupted, as by Ctrl-C."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(permit, failed=repr(error))
+            raise
 
     def _withdraw(self) -> None:
         """Withdraws the request for a permit, or for a placement; if the control cannot be reached,

@@ -7,7 +7,6 @@ signals a change. The socket server and the Ray actor are the shells around it.
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     RuntimeEvent,
     Submit,
 )
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.metrics import PhaseMetrics
 from scheduler.rollmux.control.wire import (
@@ -52,44 +52,34 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.terms import PermitsConfig, terms_changes
+from scheduler.rollmux.permits.terms import terms_changes
 
 _log = logging.getLogger(__name__)
 JOBS_MAX = 4096
 TICK_S = 0.1
-JOURNAL_BYTES = 64 << 20
 _RETRY_S = 0.5
 
 
 class PhaseService:
     """Raises ConfigError where its state file is another version's, or of a control that plans."""
 
-    def __init__(
-        self,
-        config: PermitsConfig,
-        clock: Clock,
-        *,
-        state: Path | None = None,
-        journal: Path | None = None,
-        journal_bytes: int = JOURNAL_BYTES,
-    ) -> None:
-        self.config = config
-        self.journal = journal
-        """The directory to which decisions are written; None: decisions are not written."""
+    def __init__(self, settings: ControlSettings, clock: Clock) -> None:
+        self.settings = settings
+        self.config = settings.permits
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._policy = self._new_policy()
         self._metrics = PhaseMetrics()
-        self.state = ControlState(state)
+        self.state = ControlState(settings.state)
         snapshot = self._kept()
         if snapshot is not None:
             self._policy.restore(snapshot)
             self._metrics.resume(self._policy)
         self._log = DecisionLog(
-            journal,
+            settings.journal,
             self._policy,
             msgspec.to_builtins(self._policy.config),
-            max_bytes=journal_bytes,
+            max_bytes=settings.journal_bytes,
             now=clock.now(),
             snapshot=snapshot,
         )
@@ -149,9 +139,9 @@ class PhaseService:
         if refusal:
             unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
             return CallRefused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
-        return self.look(entry)
+        return self.entry_reply(entry)
 
-    def look(self, entry: Enter) -> EnterReply:
+    def entry_reply(self, entry: Enter) -> EnterReply:
         """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
         if entry.job in self._unsaved:
             raise Exhausted("a decision is not on disk yet")

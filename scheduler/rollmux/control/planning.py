@@ -5,7 +5,6 @@ transaction, so that a phase is learned from once, whenever the control ends: on
 and one for the layout.
 """
 
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +21,6 @@ from scheduler.rollmux.cluster.cluster_record import (
     layout,
     strangers,
 )
-from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
 from scheduler.rollmux.cluster.runtime_events import (
@@ -33,7 +31,8 @@ from scheduler.rollmux.cluster.runtime_events import (
     RuntimeEvent,
     Submit,
 )
-from scheduler.rollmux.control.phase_service import JOBS_MAX, JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.control_settings import ControlSettings
+from scheduler.rollmux.control.phase_service import JOBS_MAX, PhaseService
 from scheduler.rollmux.control.status import plan_status
 from scheduler.rollmux.control.wire import (
     Accepted,
@@ -46,7 +45,6 @@ from scheduler.rollmux.control.wire import (
     Waiting,
 )
 from scheduler.rollmux.permits.events import Enter, Leave, Register
-from scheduler.rollmux.permits.terms import PermitsConfig
 
 _RETRY_S: Final = 0.5
 _LAYOUT: Final = "layout"
@@ -57,18 +55,8 @@ _PLANS: Final = "this control plans: submit the job, and it is placed"
 class PlanningService(PhaseService):
     """Raises ConfigError where the state file is of a control that does not plan."""
 
-    def __init__(
-        self,
-        config: PermitsConfig,
-        cluster: ClusterConfig,
-        clock: Clock,
-        *,
-        state: Path | None = None,
-        journal: Path | None = None,
-        journal_bytes: int = JOURNAL_BYTES,
-    ) -> None:
-        self._settings = RuntimeConfig(permits=config, cluster=cluster)
-        super().__init__(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
+    def __init__(self, settings: ControlSettings, clock: Clock) -> None:
+        super().__init__(settings, clock)
         for machine in strangers(self.cluster):
             self._observe(NodeReport(node=machine, failed=True))
             if self.cluster.fleet.pool_of(machine) is not None:
@@ -125,7 +113,7 @@ class PlanningService(PhaseService):
             rollout_nodes=rollout,
             training_nodes=training,
             reason=placed.reason,
-            harvesting=given.harvesting and self._settings.cluster.harvesting,
+            harvesting=given.harvesting and self.cluster.config.harvesting,
         )
 
     def report(self, given: NodeReport) -> Accepted | CallRefused:
@@ -135,10 +123,10 @@ class PlanningService(PhaseService):
         self._observe(given)
         return Accepted()
 
-    def look(self, entry: Enter) -> EnterReply:
+    def entry_reply(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
         if not held_up:
-            return super().look(entry)
+            return super().entry_reply(entry)
         changed = self.cluster.placements[entry.job].changed
         return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
@@ -169,7 +157,8 @@ class PlanningService(PhaseService):
         return _RETRY_S if entry.kind in kinds else None
 
     def _new_policy(self) -> PhaseRuntime:
-        return PhaseRuntime(self._settings)
+        assert self.settings.cluster is not None
+        return PhaseRuntime(RuntimeConfig(permits=self.config, cluster=self.settings.cluster))
 
     def _kept(self) -> dict[str, Any] | None:
         now = self._clock.now()

@@ -30,14 +30,13 @@ from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
 from harvester.platform.systemd import reporting
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
-from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.make_service import compile_for, make_service
-from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.socket_transport import socket_path
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
-from scheduler.rollmux.permits.terms import PermitsConfig
 
 MAX_BODY_BYTES = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,7 +75,7 @@ def application(api: AsyncPhaseApi) -> web.Application:
 
     async def journal(_request: web.Request) -> web.Response:
         # The client reads the journal's files itself: the control has no time for them.
-        where = api.service.journal
+        where = api.service.settings.journal
         return json_reply({"directory": None if where is None else str(where.resolve())})
 
     app.add_routes(
@@ -100,12 +99,13 @@ def metrics_of(service: PhaseService) -> Callable[[web.Request], Awaitable[web.R
 
 @asynccontextmanager
 async def exposition(
-    service: PhaseService, port: int | None, tenants: Tenants | None = None
+    service: PhaseService, tenants: Tenants | None = None
 ) -> AsyncGenerator[None, None]:
     """Serves metrics alone on a loopback port, since Prometheus connects to no Unix socket.
 
     Raises ConfigError where the port is taken. Without a port it does nothing.
     """
+    port = service.settings.metrics_port
     if port is None:
         yield
         return
@@ -165,13 +165,8 @@ def _remove_left_over(path: Path) -> None:
 
 async def serve(
     path: Path,
-    config: PermitsConfig,
+    settings: ControlSettings,
     *,
-    state: Path | None,
-    journal: Path | None,
-    metrics_port: int | None = None,
-    cluster: ClusterConfig | None = None,
-    journal_bytes: int = JOURNAL_BYTES,
     tenants: Path | None = None,
     group: str | None = None,
 ) -> None:
@@ -180,18 +175,16 @@ async def serve(
         raise ConfigError("--group needs --tenants: each of its users could end every job's phases")
     begin_log()
     clock, known = MonotonicClock(), Tenants.load(tenants)
-    compile_for(cluster)
+    compile_for(settings.cluster)
     listening = listening_socket(path, group=group)
     own_file = _file_at(path)
-    service = make_service(
-        config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
-    )
+    service = make_service(settings, clock)
     api = AsyncPhaseApi(service, clock, known)
     stop = stop_event()
     try:
         async with serving(application(api), shutdown_s=_SHUTDOWN_S) as runner:
             await web.SockSite(runner, listening).start()
-            async with exposition(service, metrics_port, known), reporting():
+            async with exposition(service, known), reporting():
                 # An error of the phase service ends the process: its state is on disk, its holders
                 # go on.
                 await run_until(stop, api.tick())

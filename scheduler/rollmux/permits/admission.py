@@ -13,7 +13,7 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.permits.job_permit import PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.serving import enqueue, grant, join
+from scheduler.rollmux.permits.starts import enqueue, grant, join
 from scheduler.rollmux.permits.terms import JobTerms, terms_fault
 
 Effects = list[PermitEffect]

@@ -23,7 +23,7 @@ MEMORY: Final = 20.0
 """Memory in phases: the completion of a job's responses changes while its policy learns."""
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one phase over time, in seconds of solo work."""
 
     passed_s: tuple[float, ...] = ()
@@ -31,7 +31,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     ratio: float = 0.0
 
-    def progressed(self, ratio: float, *, at_s: float) -> "Course":
+    def progressed(self, ratio: float, *, at_s: float) -> "ProgressTimes":
         """Folds a beat's share in; responses are taken to complete evenly between two beats."""
         ratio = min(ratio, 1.0)
         if not (ratio > self.ratio and at_s >= self.at_s):
@@ -42,7 +42,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
                 break
             within = (completed - self.ratio) / (ratio - self.ratio)
             passed_s.append(self.at_s + within * (at_s - self.at_s))
-        return Course(passed_s=tuple(passed_s), at_s=at_s, ratio=ratio)
+        return ProgressTimes(passed_s=tuple(passed_s), at_s=at_s, ratio=ratio)
 
 
 class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
     times: tuple[float, ...] = ()
     """Share of the phase's time after which each of `RATIOS` was complete."""
 
-    def after(self, course: Course, *, lasted_s: float) -> "CompletionCurve":
+    def after(self, course: ProgressTimes, *, lasted_s: float) -> "CompletionCurve":
         """Folds one more phase in; a phase that reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self

@@ -10,7 +10,7 @@ from scheduler.rollmux.permits.events import EndPermit, EnqueuePhase, Leave, Per
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.serving import enqueue
+from scheduler.rollmux.permits.starts import enqueue
 
 _LEAST_S: Final = 1e-3
 """Least duration of a phase, in s: estimates need a positive one."""

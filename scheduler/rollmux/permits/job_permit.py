@@ -6,7 +6,7 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.completion import CompletionCurve, Course
+from scheduler.rollmux.permits.completion import CompletionCurve, ProgressTimes
 from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -103,7 +103,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
     load_s: float = 0.0
     """Time of the running phase that loading may take beyond its bound."""
     complete_ratio: float = 0.0
-    course: Course | None = None
+    course: ProgressTimes | None = None
     """Progress of the running phase; None if a part was not observed."""
     curves: dict[PhaseKind, CompletionCurve] = {}
     """Completion curves of its ended phases."""

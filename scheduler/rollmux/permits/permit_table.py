@@ -116,7 +116,7 @@ class PermitTable:
         """Marks changed nodes, except those without a waiting job."""
         self._touched.update(node for node in nodes if self._lines.get(node, ()))
 
-    def settle(self) -> tuple[NodeId, ...]:
+    def take_touched(self) -> tuple[NodeId, ...]:
         """Nodes marked since the last call, sorted."""
         if not self._touched:
             return ()

@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
-from scheduler.rollmux.permits.admission import register, remove, request, withdraw
+from scheduler.rollmux.permits.admission import Effects, register, remove, request, withdraw
 from scheduler.rollmux.permits.endings import ended, fail, stale
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -37,13 +37,11 @@ from scheduler.rollmux.permits.events import (
     Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
+from scheduler.rollmux.permits.obstacles import make_room, revoke
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.room import make_room, revoke
-from scheduler.rollmux.permits.serving import start_jobs
+from scheduler.rollmux.permits.starts import start_jobs
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, deadlines_s, verdict
-
-Effects = list[PermitEffect]
 
 
 class PermitPolicy:
@@ -114,15 +112,15 @@ class PermitPolicy:
         return self._served(remove(self._table, job, now=now, for_good=for_good), now)
 
     def _served(self, effects: Effects, now: float) -> tuple[PermitEffect, ...]:
-        touched = self._table.settle()
+        touched = self._table.take_touched()
         if not touched:
             return tuple(effects)
         effects += start_jobs(self._table, touched, now=now)
         # A holder that has its nodes whole again may make room on all of them.
-        touched += self._table.settle()
+        touched += self._table.take_touched()
         effects += make_room(self._table, self.config, touched, now=now)
         # A job that is asked to make room leaves its lines, where others may wait behind it.
-        return (*effects, *start_jobs(self._table, self._table.settle(), now=now))
+        return (*effects, *start_jobs(self._table, self._table.take_touched(), now=now))
 
     def _received(self, event: PermitEvent, now: float) -> Effects:
         table = self._table

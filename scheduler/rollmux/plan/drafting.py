@@ -31,7 +31,7 @@ def draft(settings: PlanSettings) -> PlanDocument:
             planner.place(job)
         except Exhausted as error:
             unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
-    planner.settle()
+    planner.spare_nodes()
     groups = [group for group in planner.table.groups.values() if group.pinned]
     names = _names(planner, groups)
     placed = (planner.facts[job] for group in groups for job in group.pinned)

@@ -17,7 +17,7 @@ from scheduler.rollmux.planner.relocation import MovePrices
 FREE_MOVES: Final = MovePrices(
     move_s=0.0, least_saving_per_move=0.01, quiet_s=0.0, surprise_iterations=0.0
 )
-_LOOKS: Final = 40
+_SEARCHES_MAX: Final = 40
 
 
 class KnownJobsPlanner(GroupPlanner):
@@ -35,11 +35,11 @@ class KnownJobsPlanner(GroupPlanner):
             if isinstance(effect, AssignNodes):
                 self.reasons[effect.placement.job] = effect.reason
 
-    def settle(self) -> None:
-        """Moves that spare nodes, until none is found."""
+    def spare_nodes(self) -> None:
+        """Searches for moves that spare nodes, until none is found."""
         # No job is resident anywhere yet, so only the nodes used afterwards count.
         there, self.table.supply = self.table.supply, {}
-        for _ in range(_LOOKS):
+        for _ in range(_SEARCHES_MAX):
             moves = self.regroup.improve(now=0.0)
             if moves and any(self._used(pool) > count for pool, count in there.items()):
                 self.relocation.take_back(moves)

@@ -38,7 +38,7 @@ class PlannerConfig:
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
     resubmits: bool = False
     """Whether a failed node's jobs arrive again, as in the paper; else the node is replaced."""
-    looks: int = 2
+    searches: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Period of reviews of a group without events, in s."""
@@ -64,7 +64,7 @@ class GroupPlanner:
         self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
         self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
-        self._looks = 0
+        self._searches_left = 0
         self._changed = False
         """Something happened since the last review that may let a node be spared."""
 
@@ -175,19 +175,19 @@ class GroupPlanner:
         for group in list(self.table.groups.values()):
             if now - self._checked_s.get(group.group, float("-inf")) >= self.config.recheck_s:
                 self._checked_s[group.group] = now
-                self._looks = max(self._looks, 1)
+                self._searches_left = max(self._searches_left, 1)
                 effects += self._restore(group, now=now)
         if self._changed:
             self._changed = False
-            self._looks = self.config.looks
-        if self._looks:
-            self._looks -= 1
+            self._searches_left = self.config.searches
+        if self._searches_left:
+            self._searches_left -= 1
             before = self.table.committed_per_hour
             moves = self.regroup.improve(now=now)
             saved_per_hour = before - self.table.committed_per_hour
             effects += self._announce(moves, f"saves {saved_per_hour:.2f} $/h", now=now)
             if moves:
-                self._looks = self.config.looks
+                self._searches_left = self.config.searches
         return tuple(effects)
 
     def _restore(self, group: GroupState, *, now: float) -> list[GroupEffect]:

@@ -14,7 +14,13 @@ import numpy as np
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records, compiled
 from scheduler.rollmux.planner.assignments import Masks
-from scheduler.rollmux.planner.regrouping import Bounds, CheapestHosting, Fits, SearchedJob, bits
+from scheduler.rollmux.planner.cheapest_hosting import (
+    Bounds,
+    CheapestHosting,
+    Fits,
+    SearchedJob,
+    bits,
+)
 from scheduler.rollmux.planner.verdicts import Admits, Hosting
 
 _NONE = float("inf")

@@ -13,10 +13,10 @@ from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
+from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
 from scheduler.rollmux.planner.verdicts import Hosting
 

@@ -94,12 +94,11 @@ def run_arm(
     world: World = PAPER_WORLD,
     record: bool = False,
     disruptions: Disruptions = UNDISTURBED,
-    ledger: Ledger | None = None,
     watch: Watch = not_watched,
 ) -> RunResult:
     """`watch` is called whenever nodes have changed hands."""
     runtime = runtime_of(arm, jobs, seed=seed)
-    ledger = ledger or Ledger(record=record)
+    ledger = Ledger(record=record)
     driver = Driver(jobs, runtime, world=world, disruptions=disruptions, ledger=ledger, watch=watch)
     return driver.run()
 

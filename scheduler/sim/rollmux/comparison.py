@@ -24,7 +24,7 @@ class GroupSizes:
     sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """Time, and groups of one job, of two, and so on from then."""
 
-    def look(self, runtime: PhaseRuntime, now: float) -> None:
+    def record(self, runtime: PhaseRuntime, now: float) -> None:
         planner = runtime.cluster.planner
         counts = [0] * planner.packer.limits.group_jobs
         for group in planner.table.groups.values():
@@ -83,7 +83,7 @@ def compare(
     for name, arm in ARMS.items():
         on_progress(name)
         ours = name == "ours"
-        watch = sizes.look if ours else not_watched
+        watch = sizes.record if ours else not_watched
         runs[name] = run_arm(arm, jobs, seed=seed, record=record and ours, watch=watch)
     begin_s, end_s = jobs[0].arrival_s, max(run.end_s for run in runs.values())
     edges_s = np.linspace(begin_s, end_s, BINS + 1)

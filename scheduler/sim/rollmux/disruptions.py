@@ -21,7 +21,7 @@ class Disruptions:
     leaving_ratio: float = 0.0
     """Share of the jobs that are given up, anywhere in their solo life."""
 
-    def fails_at_s(self, node: NodeId, *, up_s: float, times: int = 1) -> float:
+    def fails_at_s(self, node: NodeId, *, up_s: float, times: int) -> float:
         """`times` counts how often the machine has come up."""
         if self.node_mtbf_s == float("inf"):
             return float("inf")

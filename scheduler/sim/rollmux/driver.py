@@ -106,15 +106,15 @@ class Driver:
                 continue
             self._now = max(self._now, t_s)
             act(target)
-            self._settle()
+            self._after_moment()
         self._counts.events = next(self._numbers)
         return RunResult(ledger=self.ledger, counts=self._counts, end_s=self._now)
 
     def _worker(self, one: SimulatedJob) -> Worker:
         return Worker(one, self._world)
 
-    def _settle(self) -> None:
-        """Hook after every moment; empty here."""
+    def _after_moment(self) -> None:
+        """Hook; empty here."""
 
     def _set(self, t_s: float, act: Callable[[Any], None], target: Any) -> None:
         heappush(self._moments, (t_s, next(self._numbers), act, target, _ALWAYS))
@@ -124,22 +124,22 @@ class Driver:
         worker.version += 1
         heappush(self._moments, (t_s, next(self._numbers), act, worker, worker.version))
 
-    def _tell(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+    def _send(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         effects = self._runtime.observe(event, now=self._now)
         if self._runtime.cluster.layout_changed:
-            self._settle_nodes()
+            self._update_nodes()
         for effect in effects:
-            self._hear(effect)
+            self._carry_out(effect)
         return effects
 
-    def _settle_nodes(self) -> None:
+    def _update_nodes(self) -> None:
         self._watch(self._runtime, self._now)
-        for node, times in self._bill.settle(self._now):
+        for node, times in self._bill.update(self._now):
             fails_s = self._disruptions.fails_at_s(node, up_s=self._now, times=times)
             if fails_s < float("inf"):
                 self._set(fails_s, self._fail, (node, times))
 
-    def _hear(self, effect: RuntimeEffect) -> None:
+    def _carry_out(self, effect: RuntimeEffect) -> None:
         match effect:
             case GrantPermit():
                 self._begin(self._by_job[effect.job], effect)
@@ -175,12 +175,12 @@ class Driver:
                 pass
 
     def _tick(self, periodic: bool) -> None:
-        self._tell(TimeElapsed())
+        self._send(TimeElapsed())
         if periodic:
             self._set(self._now + TICK_S, self._tick, True)
 
     def _unloaded(self, asked: UnloadNodes) -> None:
-        self._tell(Unloaded(job=asked.job, holder=asked.job, nodes=asked.nodes))
+        self._send(Unloaded(job=asked.job, holder=asked.job, nodes=asked.nodes))
 
     def _arrive(self, worker: Worker) -> None:
         one = worker.one
@@ -189,7 +189,7 @@ class Driver:
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
         worker.stage = WorkerStage.BETWEEN
-        self._tell(Submit(spec=spec_of(one, self._world)))
+        self._send(Submit(spec=spec_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:
         """Puts the job's state on its present nodes."""
@@ -199,7 +199,7 @@ class Driver:
         if placed.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
         if placed.changed:
-            self._tell(Submit(spec=spec_of(worker.one, self._world)))
+            self._send(Submit(spec=spec_of(worker.one, self._world)))
         cold = worker.is_new
         nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
@@ -210,12 +210,12 @@ class Driver:
     def _submit_again(self, worker: Worker) -> None:
         """Submits the job again: it learns its present placement and moves its state there."""
         worker.stage = WorkerStage.BETWEEN
-        self._tell(Submit(spec=spec_of(worker.one, self._world)))
+        self._send(Submit(spec=spec_of(worker.one, self._world)))
         self._admitted(worker)
 
     def _ask(self, worker: Worker) -> None:
         worker.stage = WorkerStage.WAITING
-        self._tell(Enter(job=worker.job, kind=worker.kind, holder=worker.job))
+        self._send(Enter(job=worker.job, kind=worker.kind, holder=worker.job))
 
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
         loading_s = self._load(worker, grant.nodes)
@@ -244,7 +244,7 @@ class Driver:
         version = worker.version
         ratio = worker.progress()
         if ratio is not None:
-            self._tell(Beat(job=worker.job, epoch=worker.epoch, complete_ratio=ratio))
+            self._send(Beat(job=worker.job, epoch=worker.epoch, complete_ratio=ratio))
         if worker.version == version:
             self._set_next(worker, worker.next_s(), self._work)
 
@@ -269,13 +269,13 @@ class Driver:
             self._set_next(worker, self._now + migrate_s, self._narrowed)
 
     def _narrowed(self, worker: Worker) -> None:
-        self._tell(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
+        self._send(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
 
     def _end_phase(self, worker: Worker) -> None:
         self._phase("phase_end", worker, worker.nodes, solo_s=worker.length_s)
         worker.stage, ended = WorkerStage.WAITING, worker.kind
         worker.version += 1
-        effects = self._tell(
+        effects = self._send(
             Leave(
                 job=worker.job,
                 epoch=worker.epoch,
@@ -293,7 +293,7 @@ class Driver:
         elif any(isinstance(each, OrderMove) and each.job == worker.job for each in effects):
             self.ledger.write(self._now, "left", job=worker.job)
             worker.stage = WorkerStage.BETWEEN
-            self._tell(Submit(spec=spec_of(worker.one, self._world)))
+            self._send(Submit(spec=spec_of(worker.one, self._world)))
         else:
             self._ask(worker)
 
@@ -321,7 +321,7 @@ class Driver:
         worker.version += 1
         self._left -= 1
         self.ledger.write(self._now, kind, job=worker.job)
-        self._tell(Forget(job=worker.job))
+        self._send(Forget(job=worker.job))
 
     def _fail(self, failing: tuple[NodeId, int]) -> None:
         node, times = failing
@@ -332,12 +332,12 @@ class Driver:
         self._loaded.pop(node, None)
         for worker in self._workers:
             worker.resident.discard(node)
-        self._tell(NodeReport(node=node, failed=True))
+        self._send(NodeReport(node=node, failed=True))
         self._set(self._now + REPAIR_S, self._repaired, node)
 
     def _repaired(self, node: NodeId) -> None:
         self.ledger.write(self._now, "node_repaired", node=node)
-        self._tell(NodeReport(node=node, failed=False))
+        self._send(NodeReport(node=node, failed=False))
 
     def _note(self, decided: PlanJob) -> None:
         self._counts.moves += decided.decision is PlacementDecision.MOVED

@@ -84,7 +84,7 @@ class NodeBill:
         self._up: set[NodeId] = set()
         self._times: Counter[NodeId] = Counter()
 
-    def settle(self, now: float) -> Iterator[tuple[NodeId, int]]:
+    def update(self, now: float) -> Iterator[tuple[NodeId, int]]:
         """Machines that came up, and how often each has by now."""
         # Clears the marks as a shell does that has written the plan to its disk.
         self._cluster.layout_changed = False

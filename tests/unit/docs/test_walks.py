@@ -29,11 +29,12 @@ from harvester.contracts.wire.rollouts import AnnounceState
 from harvester.platform.http_kit import serving
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_server import application, listening_socket
 from scheduler.rollmux.control.socket_transport import SocketTransport
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
 from tests.unit.coserve.conftest import Slot
@@ -288,11 +289,7 @@ def phase_control(directory: Path) -> Iterator[Path]:
         loop = asyncio.get_running_loop()
         ends.append(lambda: loop.call_soon_threadsafe(end.set) and None)
         service = make_service(
-            PermitsConfig(),
-            clock,
-            state=directory / "state.sqlite",
-            journal=directory / "journal",
-            cluster=None,
+            ControlSettings(state=directory / "state.sqlite", journal=directory / "journal"), clock
         )
         async with serving(application(AsyncPhaseApi(service, clock)), shutdown_s=0.1) as runner:
             await web.SockSite(runner, listening_socket(socket)).start()

@@ -9,6 +9,7 @@ from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.runtime_events import Submit
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.control.wire import (
     EnterReply,
@@ -97,7 +98,9 @@ class Control:
             "journal": journal,
             "journal_bytes": journal_bytes,
         }
-        self.service = PlanningService(PERMITS, self.config, self.clock, **self.kept)
+        self.service = PlanningService(
+            ControlSettings(permits=PERMITS, cluster=self.config, **self.kept), self.clock
+        )
 
     def restarted(self, config: ClusterConfig | None = None) -> "Control":
         self.service.close()

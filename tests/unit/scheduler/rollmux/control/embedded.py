@@ -7,6 +7,7 @@ from types import TracebackType
 from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.runtime_events import Call
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import TICK_S
 from scheduler.rollmux.control.status import statuses
@@ -32,7 +33,10 @@ class EmbeddedControl:
         self._clock = clock or MonotonicClock()
         compile_for(cluster)
         self._service = make_service(
-            config or PermitsConfig(), self._clock, state=state, journal=journal, cluster=cluster
+            ControlSettings(
+                permits=config or PermitsConfig(), state=state, journal=journal, cluster=cluster
+            ),
+            self._clock,
         )
         self._changed = threading.Condition()
         self._service.on_change = self._changed.notify_all
@@ -48,7 +52,7 @@ class EmbeddedControl:
             until_s = self._clock.now() + min(message.wait_s, WAIT_MAX_S)
             while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
                 self._changed.wait(left_s)
-                reply = self._service.look(message)
+                reply = self._service.entry_reply(message)
             return reply
 
     def jobs(self) -> tuple[JobStatus, ...]:

@@ -22,6 +22,7 @@ from harvester.platform.tenants import Tenants
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, Submit
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.nodes_file import read_nodes
@@ -71,11 +72,11 @@ class Control:
             loop = asyncio.get_running_loop()
             ends.append(lambda: loop.call_soon_threadsafe(end.set))
             service = make_service(
-                PermitsConfig(),
+                ControlSettings(
+                    state=self.directory / "state.sqlite",
+                    cluster=read_nodes(NODES) if nodes else None,
+                ),
                 clock,
-                state=self.directory / "state.sqlite",
-                journal=None,
-                cluster=read_nodes(NODES) if nodes else None,
             )
             known = Tenants.load(self.tenants if tenants else None)
             api = AsyncPhaseApi(service, clock, known)
@@ -309,9 +310,7 @@ async def test_the_metrics_port_asks_for_a_token_too(control: Control) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    service = make_service(
-        PermitsConfig(), MonotonicClock(), state=None, journal=None, cluster=None
-    )
+    service = make_service(ControlSettings(metrics_port=port), MonotonicClock())
 
     def status(token: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -319,7 +318,7 @@ async def test_the_metrics_port_asks_for_a_token_too(control: Control) -> None:
             connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
             return connection.getresponse().status
 
-    async with exposition(service, port, Tenants.load(control.tenants)):
+    async with exposition(service, Tenants.load(control.tenants)):
         found = [
             await asyncio.to_thread(status, TOKENS.get(name, "x" * 20))
             for name in ("observer", "alice", "none")

@@ -41,7 +41,7 @@ class FakeGateway:
         self.guest = guest
         self.active = JobId("a")
         self.jobs = jobs
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         self.told: list[EnginePermissions] = []
         self.activated = 0
         self.tokens = {"dedicated": 1000, "guest": 100}
@@ -303,6 +303,33 @@ def test_the_rollout_time_saved_by_leases_follows_from_their_tokens() -> None:
     # A quarter came from leases; none did; the gateway has forgotten its counts.
     assert left[0].leased_s == pytest.approx(0.1, rel=0.2)
     assert [leave.leased_s for leave in left[1:]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_an_interrupt_during_a_call_to_the_gateway_gives_the_permit_back(at: str) -> None:
+    with EmbeddedControl() as control:
+        scene, released = Scene(control, FakeGateway()), list[str]()
+        scene.a.resident(ROLLOUT, on_release=lambda: released.append("a"))
+        permit = scene.begin(0.5) if at == "end" else None
+        scene.gateway.fault = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            scene.begin() if permit is None else scene.a.end(permit)
+        assert released == ["a"]
+        with scene.b.phase("rollout") as others:
+            assert others.nodes == nodes("r0")
+
+
+def test_a_job_that_its_gateway_refuses_is_not_placed() -> None:
+    gateway: Any = FakeGateway()
+
+    def refuse() -> None:
+        raise ConfigError("no job of this tenant")
+
+    gateway.switch_off = refuse
+    with EmbeddedControl() as control:
+        with pytest.raises(ConfigError):
+            PhaseClient(control, terms("a"), harvesting=gateway)
+        assert control.jobs() == ()
 
 
 def test_only_rollouts_of_jobs_that_opted_in_touch_a_gateway() -> None:

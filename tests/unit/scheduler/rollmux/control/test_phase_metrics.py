@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
     Granted,
@@ -36,7 +37,7 @@ class Scene:
     def __init__(self, state: Path | None = None) -> None:
         self.clock = VirtualClock()
         self.state = state
-        self.service = PhaseService(CONFIG, self.clock, state=state)
+        self.service = PhaseService(ControlSettings(permits=CONFIG, state=state), self.clock)
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT, *, process: str = "1") -> object:
         return self.service.enter(Enter(job=JobId(job), kind=kind, holder=f"{job}.{process}"))

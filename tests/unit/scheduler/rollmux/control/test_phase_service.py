@@ -14,6 +14,7 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.control import control_state
 from scheduler.rollmux.control import phase_service as service_module
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
@@ -52,7 +53,7 @@ def _enter(service: PhaseService, job: str, kind: PhaseKind = ROLLOUT) -> object
 
 
 def _service(clock: VirtualClock, path: Path | None = None, **more: Path) -> PhaseService:
-    return PhaseService(CONFIG, clock, state=path, **more)
+    return PhaseService(ControlSettings(permits=CONFIG, state=path, **more), clock)
 
 
 def _pass_time(service: PhaseService, clock: VirtualClock, seconds: float) -> None:
@@ -74,7 +75,7 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
 
 def test_a_call_is_held_for_no_longer_than_a_third_of_the_lease() -> None:
     clock = MonotonicClock()
-    service = PhaseService(PermitsConfig(lease_s=0.3), clock)
+    service = PhaseService(ControlSettings(permits=PermitsConfig(lease_s=0.3)), clock)
     for job in ("a", "b"):
         service.register(Register(terms=terms(job)))
     _enter(service, "a")
@@ -359,10 +360,10 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
         with pytest.raises(Exhausted):
             _enter(service, "b")
         with pytest.raises(Exhausted):
-            service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
+            service.entry_reply(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
         _pass_time(service, clock, 5.0)
         assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), PermitSnapshot)
-        assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
+        assert service.entry_reply(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
     assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
     assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
     for _ in range(2):

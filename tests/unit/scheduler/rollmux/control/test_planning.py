@@ -14,6 +14,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
     Submit,
 )
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
@@ -35,7 +36,6 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
-    PERMITS,
     ROLLOUT,
     TRAINING,
     Control,
@@ -448,8 +448,8 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
     control.submit(submission("a"))
     control.service.close()
     with pytest.raises(ConfigError, match="plan"):
-        PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
-    service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
+        PhaseService(ControlSettings(state=tmp_path / "plans.sqlite"), control.clock)
+    service = PhaseService(ControlSettings(state=tmp_path / "by-hand.sqlite"), control.clock)
     service.register(Register(terms=terms("a")))
     assert isinstance(service.call(Submit(spec=submission("b"))), CallRefused)
     service.close()

@@ -16,6 +16,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
 )
 from scheduler.rollmux.control.command import explain
+from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.explain.explanation import EVER, Explanation, explanation, moment
 from scheduler.rollmux.explain.history_entry import EventKind
@@ -349,7 +350,7 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
 
 
 def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
-    service = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
+    service = PhaseService(ControlSettings(permits=PERMITS, journal=tmp_path), VirtualClock())
     service.call(Register(terms=terms("a", rollout="r0", training="t0")))
     service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     service.close()
@@ -360,7 +361,9 @@ def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
 def test_other_terms_of_a_known_job_are_listed_with_their_differences(tmp_path: Path) -> None:
     state, journal = tmp_path / "state", tmp_path / "journal"
     for max_s in (5.0, 50.0, -1.0, 60.0):
-        service = PhaseService(PERMITS, VirtualClock(), state=state, journal=journal)
+        service = PhaseService(
+            ControlSettings(permits=PERMITS, state=state, journal=journal), VirtualClock()
+        )
         service.call(Register(terms=terms("a", max_s=max_s)))
         service.close()
     found = explanation(journal, "a", since=EVER, permits=True)

@@ -3,7 +3,13 @@
 import msgspec
 import pytest
 
-from scheduler.rollmux.permits.completion import RATIOS, SEEN_MIN, CompletionCurve, Course, tail_of
+from scheduler.rollmux.permits.completion import (
+    RATIOS,
+    SEEN_MIN,
+    CompletionCurve,
+    ProgressTimes,
+    tail_of,
+)
 from scheduler.rollmux.permits.events import ControlResumed, NarrowPhase
 from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import PhaseTerms, terms_fault
@@ -23,8 +29,8 @@ PHASE = PhaseTerms(
 )
 
 
-def _course(*said: tuple[float, float]) -> Course:
-    course = Course()
+def _course(*said: tuple[float, float]) -> ProgressTimes:
+    course = ProgressTimes()
     for at_s, ratio in said:
         course = course.progressed(ratio, at_s=at_s)
     return course

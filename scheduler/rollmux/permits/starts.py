@@ -8,7 +8,7 @@ a part.
 
 from harvester.contracts.ids import NodeId
 from scheduler.rollmux.permits.accelerators import work_until
-from scheduler.rollmux.permits.completion import Course
+from scheduler.rollmux.permits.completion import ProgressTimes
 from scheduler.rollmux.permits.events import EnqueuePhase, GrantPermit, WidenPermit
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
@@ -62,7 +62,7 @@ def grant(
     permit.complete_ratio, permit.tokens = 0.0, 0
     permit.keep, permit.keep_accelerators, permit.accelerators = (), {}, {}
     permit.worked_s, permit.worked_at_s, permit.was_away = 0.0, now, False
-    permit.course = Course()
+    permit.course = ProgressTimes()
     table.take(permit, nodes, per_node=phase.accelerators)
     return GrantPermit(
         job=permit.job,
