@@ -48,7 +48,7 @@ class LoadedConfig:
     notes: tuple[str, ...] = ()
     """Warnings about a configuration that is valid."""
     discovered: bool = False
-    """Of a slots file: whether a discovery keeps it up to date."""
+    """Whether it has the slots of a file that a discovery keeps up to date."""
 
 
 class SlotsFile(FrozenSettings):

@@ -1,4 +1,4 @@
-"""What a service reports to systemd: that it serves, that its event loop goes on, that it stops."""
+"""Reports of a service to systemd: that it serves, that its event loop goes on, that it stops."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a service reports to systemd."""
+"""A service's reports to systemd."""
 
 import asyncio
 import socket
