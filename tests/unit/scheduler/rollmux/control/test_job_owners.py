@@ -43,7 +43,7 @@ from scheduler.rollmux.permits.events import (
     Unloaded,
     Withdraw,
 )
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 NODES = Path(__file__).parents[5] / "examples" / "nodes.yaml"
 WITHIN_S = 30.0
@@ -343,7 +343,7 @@ def test_a_group_opens_the_socket_and_a_directory_that_the_control_makes(tmp_pat
 async def test_a_group_without_tenants_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "phases.sock"
     with pytest.raises(ConfigError, match="--group needs --tenants"):
-        await serve(path, PermitsConfig(), state=None, journal=None, group="root")
+        await serve(path, ControlSettings(), group="root")
     assert not path.exists()
 
 
