@@ -115,7 +115,7 @@ class HarvestedSlots:
         """Asks one more agent from the next look on; `guests`: as in `credentials`."""
         self._credentials[name] = guests
         self._agents[name] = agent
-        self.wake()
+        self._wake.set()
 
     def leasable(self) -> list[EngineDescription]:
         """The engines of slots that this scheduler may lease, leased or not."""
