@@ -31,7 +31,7 @@ from harvester.platform.tls import NO_CREDENTIALS, Credentials
 _SHOWN_CHARS = 300
 
 
-class WholeResponse(HTTPResponse):
+class WholeReply(HTTPResponse):
     """http.client takes a head that is cut short for a short head; here it is a broken one."""
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ def connection_to(
         if address.scheme == "https"
         else HTTPConnection(host, port, timeout=timeout_s)
     )
-    connection.response_class = WholeResponse
+    connection.response_class = WholeReply
     return connection
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError
-from harvester.platform.blocking_peer import BlockingPeer, WholeResponse
+from harvester.platform.blocking_peer import BlockingPeer, WholeReply
 from harvester.platform.tls import Credentials
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.wire import (
@@ -95,7 +95,7 @@ class SocketTransport:
 
 
 class _UnixConnection(HTTPConnection):
-    response_class = WholeResponse
+    response_class = WholeReply
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
