@@ -186,7 +186,9 @@ class BudgetLedger:
         account.number += 1
         allotment = Allotment(
             number=account.number,
-            misses=account.charged + max(0.0, min(room, share * left)),
+            # Below what is charged where the budget is overdrawn: else each renewal would cover the
+            # last overdraft, and allow the next one.
+            misses=max(0.0, account.charged + min(room, share * left)),
             budget=whole.budget,
             spent=whole.spent,
             known_s=whole.known_s,

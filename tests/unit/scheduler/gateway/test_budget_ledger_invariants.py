@@ -231,3 +231,16 @@ class Fleet(RuleBasedStateMachine):
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_renewals_of_an_overdrawn_budget_allow_nothing_more() -> None:
+    fleet = Fleet()
+    fleet.begin()
+    fleet.harvest(requests=0)
+    fleet.harvest(requests=1)
+    fleet.lose_disk(misses=11.0, node=0)
+    for _ in range(10):
+        fleet.harvest(requests=0)
+        for node in (0, 1):
+            fleet.spend(node=node, misses=1.0)
+    assert [node.budget.spent for node in fleet.nodes] == [STEP, STEP]
