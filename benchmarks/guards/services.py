@@ -21,6 +21,11 @@ def scaled(base: Latency, ratio: float) -> Latency:
     return lambda rng: ratio * base(rng)
 
 
+def either(share: float, one: Latency, other: Latency) -> Latency:
+    """A share of latencies of one kind, the rest of the other."""
+    return lambda rng: one(rng) if rng.random() < share else other(rng)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stalls:
     """Times in which the engine answers nothing; requests that arrive wait for the end."""
@@ -47,6 +52,10 @@ class Service:
     load_sigma: float = 0.0
     """Spread of a factor on all latencies, which follows its own past for about a minute."""
     ttft_slo_s: float = 1.0
+    requests_per_s: float = 5.0
+    fades_s: float = 0.0
+    """Time in which harm builds up and fades, as heat and caches do; withheld slices have it too.
+    Until then the share of requests that are harmed rises and falls."""
 
     @property
     def harmful(self) -> bool:
@@ -68,9 +77,13 @@ def _harm(
     itl: Latency = _ITL,
     stalls: Stalls | None = None,
     load_sigma: float = 0.0,
+    requests_per_s: float = 5.0,
+    fades_s: float = 0.0,
 ) -> Service:
     return Service(
         load_sigma=load_sigma,
+        requests_per_s=requests_per_s,
+        fades_s=fades_s,
         alone=alone,
         beside=beside,
         itl_alone=_ITL,
@@ -84,9 +97,15 @@ def _harm(
 
 
 def _harmless(
-    ttft: Latency, *, sigma: float = 0.0, ratio: float = 1.0, stalls: Stalls | None = None
+    ttft: Latency,
+    *,
+    sigma: float = 0.0,
+    ratio: float = 1.0,
+    stalls: Stalls | None = None,
+    requests_per_s: float = 5.0,
 ) -> Service:
     return Service(
+        requests_per_s=requests_per_s,
         alone=ttft,
         beside=scaled(ttft, ratio),
         itl_alone=_ITL,
@@ -118,6 +137,12 @@ def _own_misses(share: float, *, more_s: float = 1.5) -> Service:
     return _harmless(longer(lognormal(0.2, 0.3), share=share, more_s=more_s))
 
 
+def _groups(middle_s: float) -> Latency:
+    """Three groups of requests: 55, 30 and 15 % of them."""
+    others = either(2 / 3, lognormal(middle_s, 0.2), lognormal(1.0, 0.3))
+    return either(0.55, lognormal(0.1, 0.2), others)
+
+
 _LONG_TAIL = longer(_FAST, share=0.01, more_s=1.0)
 
 SERVICES: dict[str, Service] = {
@@ -130,6 +155,13 @@ SERVICES: dict[str, Service] = {
     "the guest stalls the engine 3 s, each 2 min": _harm(
         _FAST, _FAST, stalls=Stalls(every_s=120.0, length_s=3.0)
     ),
+    "TTFT 60 ms becomes 110 ms, a request in 5 s": _harm(
+        lognormal(0.06, 0.3), lognormal(0.11, 0.3), slo_s=0.5, requests_per_s=0.2
+    ),
+    "TTFT 300 ms becomes 550 ms for a middle 30 %": _harm(_groups(0.3), _groups(0.55), slo_s=2.5),
+    "TTFT + 84 % that fades over 60 s": _harm(
+        lognormal(0.2, 0.3), lognormal(0.368, 0.3), fades_s=60.0
+    ),
     "steady": _harmless(_FAST),
     "load swings": _harmless(_FAST, sigma=0.5),
     "own misses 0.05 %": _own_misses(0.0005),
@@ -139,4 +171,5 @@ SERVICES: dict[str, Service] = {
     "own misses of 12 s, 0.5 %": _own_misses(0.005, more_s=12.0),
     "own stalls of 3 s, each 10 min": _harmless(_FAST, stalls=Stalls(every_s=600.0, length_s=3.0)),
     "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
+    "8 % longer, a request in 5 s": _harmless(lognormal(0.06, 0.3), ratio=1.08, requests_per_s=0.2),
 }

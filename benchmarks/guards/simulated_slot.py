@@ -7,12 +7,11 @@ from functools import partial
 from operator import le
 from typing import Any
 
-from benchmarks.guards.services import Service, Stalls
+from benchmarks.guards.services import Service, Stalls, either
 from harvester.policy.guards import GuardMemory, Guards
 from harvester.policy.production import Latencies, ProductionView
 from harvester.policy.settings import ProofSettings, SlotSettings
 
-REQUESTS_PER_S = 5.0
 _BEAT_S = 0.5
 _BEGIN_S = 1000.0
 _HOUR_S = 3600.0
@@ -46,6 +45,7 @@ def run(service: Service, seed: int) -> dict[str, Any]:
     own, guest = _Stalling(service.own_stalls), _Stalling(service.guest_stalls)
     coming: list[tuple[float, float]] = []
     now, load, withheld_s, stepped_at_s = _BEGIN_S, 1.0, 0.0, -math.inf
+    harmed_share = 0.0
     level, halvings, lost_s, halved_at_s = 1.0, 0, 0.0, math.inf
     harm_at_s = _BEGIN_S + service.harm_begins_h * _HOUR_S
     stopped_by = ""
@@ -61,7 +61,10 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         stall_s = max(own.wait_s(now), guest.wait_s(now))
         load = load**0.99 * rng.lognormvariate(0.0, 0.14 * service.load_sigma)
         ttft = service.beside if harmed else service.alone
-        for _ in range(int(REQUESTS_PER_S * _BEAT_S + rng.random())):
+        if service.fades_s:
+            harmed_share += (harmed - harmed_share) * _BEAT_S / service.fades_s
+            ttft = either(harmed_share, service.beside, service.alone)
+        for _ in range(int(service.requests_per_s * _BEAT_S + rng.random())):
             latency_s = stall_s + load * ttft(rng)
             coming.append((now + latency_s, latency_s))
         reported = tuple(latency_s for end_s, latency_s in coming if end_s <= now)

@@ -2,9 +2,9 @@
 
 A request counts to the slice in which it arrived. Slices last ten times production's P99 time to
 first token, and requests of a slice's first and last tenth count to none, so that hardly any
-waits in slices of both kinds. Whether a slice is withheld depends on the seed, its time and the
-evidence so far, never on the load, and a replay withholds the same ones. This module closes no
-gate; it reports `withheld` and `harmful`.
+waits in slices of both kinds. Where few requests arrive they are long enough for a median. Whether
+a slice is withheld depends on the seed, its time and the evidence so far, never on the load, and a
+replay withholds the same ones. This module closes no gate; it reports `withheld` and `harmful`.
 """
 
 import math
@@ -39,6 +39,9 @@ _SLICE_KEPT = 256
 _SLICE_RECENT = 64
 """Most latencies that one slice adds to the recent ones, which therefore span many slices."""
 _MEDIAN_LEAST = 5
+_MEDIAN_EXPECTED = 8.0
+"""Requests that a slice is long enough for: of nine slices in ten at least `_MEDIAN_LEAST` come."""
+_RATE_MEMORY_S = 3600.0
 _IMPACT_MEMORY_S = 12 * 3600.0
 
 
@@ -199,6 +202,10 @@ class ProofState(msgspec.Struct, kw_only=True):
     itl: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     judged_s: float = 0.0
     """Length of all slices that count."""
+    requests: float = 0.0
+    """Requests of slices that count, fading ..."""
+    requests_s: float = 0.0
+    """... and the time in which they arrived."""
     stopped_at_s: float | None = None
 
 
@@ -327,15 +334,23 @@ class Proof:
 
     def _judge(self, done: Slice) -> None:
         if done.counts:
-            self.state.judged_s += done.length_s
-            self.state.ttft.add(done, done.ttft, allowed=self._allowed)
-            self.state.itl.add(done, done.itl, allowed=self._allowed)
+            state, kept = self.state, math.exp(-done.length_s / _RATE_MEMORY_S)
+            state.judged_s += done.length_s
+            state.requests = kept * state.requests + done.ttft.n
+            state.requests_s = kept * state.requests_s + (1 - 2 * _EDGE_RATIO) * done.length_s
+            state.ttft.add(done, done.ttft, allowed=self._allowed)
+            state.itl.add(done, done.itl, allowed=self._allowed)
 
     def _begin(self, now: float) -> Slice:
         state, settings = self.state, self._settings
         number = int(now // settings.slice_s)
-        p99_s = _p99(state.ttft.recent_s)
-        longest_s = max(settings.slice_s, min(_SLICE_MOST_S, _P99_TIMES * p99_s))
+        waits_s = _P99_TIMES * _p99(state.ttft.recent_s)
+        # Earlier slices alone decide, so that no bet is on a length that follows from its requests.
+        arrive_s = _MEDIAN_EXPECTED * state.requests_s / max(state.requests, 1.0)
+        arrive_s /= 1 - 2 * _EDGE_RATIO
+        if arrive_s > _SLICE_MOST_S:
+            arrive_s = 0.0  # Too few even then.
+        longest_s = max(settings.slice_s, min(_SLICE_MOST_S, max(waits_s, arrive_s)))
         share = self._share()
         end_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s))
         return Slice(

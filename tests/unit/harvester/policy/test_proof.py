@@ -198,3 +198,20 @@ def test_a_stop_ends_after_its_hold_and_the_proof_begins_anew() -> None:
     proof.observe(ttft_s=(), itl_s=(), eligible=False, leased=True, now=stopped_at_s + 61.0)
     assert not proof.harmful
     assert proof.evidence == make().evidence
+
+
+def test_slices_are_long_enough_for_a_median_where_few_requests_arrive() -> None:
+    """A slice of ten P99 would hold one request in three, and no median for months."""
+    slow, fast = make(), make()
+    serve(slow, granted=lognormal(0.06, 0.3), alone=lognormal(0.06, 0.3), minutes=20, rate=0.2)
+    assert 30.0 < slow.state.slices[-1].length_s < 90.0
+    found_min = serve(
+        fast, granted=lognormal(0.11, 0.3), alone=lognormal(0.06, 0.3), minutes=60, rate=0.2
+    )
+    assert found_min is not None
+
+
+def test_slices_stay_short_where_no_length_would_hold_a_median() -> None:
+    proof = make()
+    serve(proof, granted=lognormal(0.06, 0.3), alone=lognormal(0.06, 0.3), minutes=60, rate=0.02)
+    assert proof.state.slices[-1].length_s <= 4.0
