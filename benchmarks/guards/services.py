@@ -64,6 +64,8 @@ class Service:
     harm_begins_h: float = 0.0
     own_stalls: Stalls | None = None
     overloads: Overloads = _NO_OVERLOADS
+    queue_busy: float = 0.0
+    """Share of the time in which a queue of one request at a time is busy; 0 without a queue."""
     guest_stalls: Stalls | None = None
     itl_alone: Latency
     itl_beside: Latency
@@ -121,10 +123,12 @@ def _harmless(
     ratio: float = 1.0,
     stalls: Stalls | None = None,
     overloads: Overloads = _NO_OVERLOADS,
+    queue_busy: float = 0.0,
     requests_per_s: float = 5.0,
 ) -> Service:
     return Service(
         requests_per_s=requests_per_s,
+        queue_busy=queue_busy,
         overloads=overloads,
         alone=ttft,
         beside=scaled(ttft, ratio),
@@ -193,6 +197,7 @@ SERVICES: dict[str, Service] = {
     "overload of 40 min, each 6 h": _harmless(
         _FAST, sigma=0.5, overloads=Overloads(every_h=6.0, length_min=40.0, ratio=5.0)
     ),
+    "a queue, busy for 85 %": _harmless(lognormal(0.1, 0.3), queue_busy=0.85),
     "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
     "8 % longer, a request in 5 s": _harmless(lognormal(0.06, 0.3), ratio=1.08, requests_per_s=0.2),
 }

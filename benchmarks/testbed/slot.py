@@ -249,8 +249,12 @@ class ServingSlot:
         }
 
     def experiment(self, level: ServiceLevel) -> dict[str, Any]:
-        """What rules of others are put over."""
-        return {**self.policy(level), "blocking_ratio": self.isolation.blocking_ratio}
+        """What rules of others are put over. They would spend the error budget for all."""
+        return {
+            **self.policy(level),
+            "blocking_ratio": self.isolation.blocking_ratio,
+            "budget": {"enforced": False},
+        }
 
     @property
     def _agent_config(self) -> Path:
