@@ -41,7 +41,8 @@ _SLICE_RECENT = 64
 _QUARTILES_LEAST = 5
 _QUARTILES_EXPECTED = 8.0
 """Requests that a slice is long enough for: nine slices of ten then have the least number."""
-_RATE_MEMORY_S = 3600.0
+_RATE_MEMORY_S = 600.0
+"""A night's few requests do not make long slices of the morning's load."""
 _IMPACT_MEMORY_S = 12 * 3600.0
 
 
@@ -361,8 +362,10 @@ class Proof:
         number = int(now // settings.slice_s)
         waits_s = _P99_TIMES * _p99(state.ttft.recent_s)
         # Earlier slices alone decide, so that no bet is on a length that follows from its requests.
-        arrive_s = _QUARTILES_EXPECTED * state.requests_s / max(state.requests, 1.0)
-        arrive_s /= 1 - 2 * _EDGE_RATIO
+        arrive_s = 0.0
+        if state.requests >= _QUARTILES_EXPECTED:
+            arrive_s = _QUARTILES_EXPECTED * state.requests_s / state.requests
+            arrive_s /= 1 - 2 * _EDGE_RATIO
         if arrive_s > _SLICE_MOST_S:
             arrive_s = 0.0  # Too few even then.
         longest_s = max(settings.slice_s, min(_SLICE_MOST_S, max(waits_s, arrive_s)))
