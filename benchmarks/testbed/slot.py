@@ -249,7 +249,7 @@ class ServingSlot:
         }
 
     def experiment(self, level: ServiceLevel) -> dict[str, Any]:
-        """What rules of others are put over. They would spend the error budget for all."""
+        """Settings that rules of others are put over, which would spend the error budget for all."""
         return {
             **self.policy(level),
             "blocking_ratio": self.isolation.blocking_ratio,
