@@ -249,7 +249,7 @@ class ServingSlot:
         }
 
     def experiment(self, level: ServiceLevel) -> dict[str, Any]:
-        """Settings that rules of others are put over, which would spend the error budget for all."""
+        """Settings that rules of others are put over, and which keep no error budget."""
         return {
             **self.policy(level),
             "blocking_ratio": self.isolation.blocking_ratio,
