@@ -25,6 +25,7 @@ from weightsync.publish.agreement import (
 from weightsync.publish.delta_shards import ShardFiles, full_shards
 from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
+from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import Draft
 
 _BATCH_BYTES = 1 << 20
@@ -43,23 +44,17 @@ class StateComparison:
     """Compares in batches: a hand-over takes longer than comparing a small tensor.
 
     Batches of tensors that take longer in Python than in a compiled loop are compared inline, since
-    threads would only wait for each other's interpreter lock. `in_flight_bytes` bounds the bytes
-    held at a time, above one batch per thread.
+    threads would only wait for each other's interpreter lock. `in_flight_bytes` of `work` bounds
+    the bytes held at a time, above one batch per thread.
     """
 
     def __init__(
-        self,
-        compare: Callable[[str, Bits], Compared],
-        pool: Executor,
-        *,
-        threads: int,
-        in_flight_bytes: int,
+        self, compare: Callable[[str, Bits], Compared], pool: Executor, work: WorkSettings
     ) -> None:
         self._compare = compare
         self._pool = pool
-        self._threads = threads
-        self._in_flight_bytes = in_flight_bytes
-        self._batch_bytes = min(_BATCH_BYTES, in_flight_bytes // (2 * threads))
+        self._work = work
+        self._batch_bytes = min(_BATCH_BYTES, work.in_flight_bytes // (2 * work.threads))
         self._waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
         self._held_bytes = 0
         self._open: list[tuple[str, Bits]] = []
@@ -68,8 +63,8 @@ class StateComparison:
     def make_room(self, size_bytes: int) -> Iterator[Compared]:
         """Yield finished results until `size_bytes` more fit."""
         while (
-            len(self._waiting) >= self._threads
-            and self._held_bytes + size_bytes > self._in_flight_bytes
+            len(self._waiting) >= self._work.threads
+            and self._held_bytes + size_bytes > self._work.in_flight_bytes
         ):
             done_bytes, done = self._waiting.popleft()
             yield from done()
@@ -102,26 +97,22 @@ class StateComparison:
 
 
 class RankShare:
-    """`in_flight_bytes` bounds the tensors compared at a time, above one per thread."""
+    """Compares and encodes within the bounds of `work`, on `pool`."""
 
     def __init__(
         self,
         copy: LastPublished,
+        encoding: Encoding,
+        work: WorkSettings,
         *,
         rank: int,
-        encoding: Encoding,
         pool: Executor,
-        threads: int,
-        in_flight_bytes: int,
-        shard_bytes: int,
     ) -> None:
         self._copy = copy
-        self._rank = rank
         self._encoding = encoding
+        self._work = work
+        self._rank = rank
         self._pool = pool
-        self._threads = threads
-        self._in_flight_bytes = in_flight_bytes
-        self._shard_bytes = shard_bytes
         self._is_reported = False
 
     def report(self, intake: Intake) -> RankReport:
@@ -161,7 +152,7 @@ class RankShare:
         files = ShardFiles(
             draft,
             rank=self._rank,
-            limit_bytes=self._shard_bytes,
+            limit_bytes=self._work.shard_bytes,
             may_pack=self._encoding is Encoding.ROSEMUX,
         )
         digests: dict[str, str] = {}
@@ -197,9 +188,7 @@ class RankShare:
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
         """Compare in the order of the intake; removes each entry from `expected`."""
-        comparison = StateComparison(
-            self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
-        )
+        comparison = StateComparison(self._compare, self._pool, self._work)
         for piece in intake:
             if piece.entry in self._copy.skipped:
                 continue

@@ -31,6 +31,8 @@ from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Applying, ApplyRecord, write_record
+from weightsync.publish.directory_writer import WritableDirectory
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
@@ -135,13 +137,11 @@ def _die() -> None:
 def publish(task: Task, meter: Meter) -> None:
     meter.begin()
     with Publisher(
-        task.store,
-        encoding=task.encoding,
-        anchor_every=task.anchor_every,
-        shard_bytes=task.shard_bytes,
-        keep_versions=task.keep_versions,
-        copy_dir=task.copy_dir or None,
-        write=meter.write,
+        WritableDirectory(Path(task.store), write=meter.write),
+        versions=VersionSettings(
+            encoding=task.encoding, anchor_every=task.anchor_every, keep_versions=task.keep_versions
+        ),
+        work=WorkSettings(shard_bytes=task.shard_bytes, copy_dir=task.copy_dir or None),
     ) as publisher:
         for index in task.state_indices:
             publisher.publish(tensors(states(task.seed)[index]))
@@ -272,7 +272,7 @@ def _warm(directory: Path) -> None:
     """Every kernel for every width of element, before any process is forked."""
     for encoding in (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE):
         store = directory / encoding
-        with Publisher(store, encoding=encoding) as publisher:
+        with Publisher(store, versions=VersionSettings(encoding=encoding)) as publisher:
             for state in states(0)[:2]:
                 publisher.publish(tensors(state))
         receiver = Receiver(store)

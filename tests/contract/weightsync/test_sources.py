@@ -24,6 +24,7 @@ from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import Spool
@@ -71,7 +72,7 @@ class Place:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Versions 1 to 4, anchors beside 3."""
     root = tmp_path_factory.mktemp("published") / "job-a"
-    with Publisher(root, anchor_every=2) as publisher:
+    with Publisher(root, versions=VersionSettings(anchor_every=2)) as publisher:
         for state in _states():
             publisher.publish(state)
     return root

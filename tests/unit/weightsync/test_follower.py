@@ -17,6 +17,7 @@ from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout import durable
 from weightsync.layout.apply_journal import Applying, ApplyRecord, Held, read_record
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
@@ -125,7 +126,7 @@ def begun_anew(
 
     def publish(states: Iterable[State]) -> None:
         shutil.rmtree(store, ignore_errors=True)
-        with Publisher(store, anchor_every=request.param) as publisher:
+        with Publisher(store, versions=VersionSettings(anchor_every=request.param)) as publisher:
             assert [publisher.publish(state).version for state in states][-1] == EIGHT
 
     publish(states[:8])
@@ -242,7 +243,7 @@ def test_a_kill_within_an_apply_is_repaired(
     mortal: type[_Mortal],
     encoding: Encoding,
 ) -> None:
-    with Publisher(tmp_path / "store", encoding=encoding) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(encoding=encoding)) as publisher:
         publisher.publish(states[0])
         publisher.publish(states[1])
     _killed_within(mortal, tmp_path, monkeypatch)

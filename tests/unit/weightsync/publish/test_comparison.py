@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.elements.bits import Bits
+from weightsync.publish.settings import WorkSettings
 from weightsync.publish.share import Compared, StateComparison
 
 MIB = 1 << 20
@@ -33,7 +34,9 @@ def _compared(entry: str, bits: Bits) -> Compared:
 def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
     """(entries in order of output, most bytes held at a time, the pool)."""
     pool = _Counting()
-    comparison = StateComparison(_compared, pool, threads=2, in_flight_bytes=in_flight_bytes)
+    comparison = StateComparison(
+        _compared, pool, WorkSettings(threads=2, in_flight_bytes=in_flight_bytes)
+    )
     came: list[str] = []
     held = most = 0
     for number, size in enumerate(sizes):
