@@ -266,5 +266,6 @@ class Follower(AbstractContextManager["Follower"]):
 def _only(staged: Staged, names: Collection[str]) -> Staged:
     """The same staging without the tensors that already hold their new state."""
     if staged.full is not None:
-        return replace(staged, full=staged.full.only(names))
+        layout = {name: staged.layout[name] for name in names}
+        return replace(staged, full=staged.full.held(layout))
     return replace(staged, deltas={name: staged.deltas[name] for name in names})

@@ -320,8 +320,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
             return LastPublished(None)
-        file = MappedFile(copy_dir, rank=rank)
-        copy = LastPublished(file)
+        copy = LastPublished(MappedFile(copy_dir, rank=rank))
         store = self._store.reader()
         try:
             latest = store.latest()
@@ -332,7 +331,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         if manifest is None or manifest.state_hash is None or manifest.adapter != record:
             copy.forget()
         else:
-            copy.adopt(file, manifest.version, manifest.state_hash, self._pool)
+            copy.adopt(manifest.version, manifest.state_hash, self._pool)
         return copy
 
 

@@ -16,8 +16,8 @@ from weightsync.elements import cut_positions
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
 from weightsync.elements.groups import Positions
-from weightsync.elements.scan import GAP_ESCAPE
-from weightsync.encoding.codec import Encoding, encode_as
+from weightsync.elements.scan import GAP_ESCAPE, write_gaps
+from weightsync.encoding.codec import encode
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -49,7 +49,7 @@ def warm_up() -> None:
     new = old.copy()
     new[::8], new[1] = 1, 9
     spec, box = TensorSpec("BF16", old.shape), SliceRecord("", old.shape, (1,), (2,))
-    encoded = encode_as(Encoding.ROSEMUX, old[:64], new[:64])
+    encoded = encode(old[:64], new[:64])
     assert encoded is not None
     cut_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
     grouped = grouped_payload(old.size, compared(old, new))
@@ -149,7 +149,8 @@ def _read_only(data: Bytes) -> Bytes:
 
 def _gaps(positions: Positions, elements: int) -> Bytes:
     gaps = np.empty(positions.size + elements // GAP_ESCAPE, np.uint8)
-    return gaps[: cut_positions.write_gaps(positions, gaps)].copy()
+    size_bytes, _ = write_gaps(positions, 0, 0, gaps, 0)
+    return gaps[:size_bytes].copy()
 
 
 def _between(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numbers, Positions]:

@@ -20,12 +20,11 @@ from harvester.contracts.errors import Exhausted, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.batches import BATCH_BYTES, spread
 from weightsync.elements.bits import Layout
-from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoded, Encoding, composed
 from weightsync.layout.adapter import MAX_CONFIG_BYTES
 from weightsync.layout.manifest import IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Kind, VersionRef
-from weightsync.publish.agreement import Shard
+from weightsync.publish.agreement import Shard, version_manifest
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.store_writer import DeltaDraft
 from weightsync.reading.memory_room import MemoryRoom
@@ -44,7 +43,6 @@ _MAX_PAYLOADS = 1 << 19
 _SHARD_BYTES = 32 << 20
 _MOST_THREADS = 8
 """A server composes on half of its cores, since a store is often beside its trainer."""
-_ENCODING = Encoding.ROSEMUX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +55,9 @@ class SkipDelta:
 
     def manifest(self, names: Mapping[str, str]) -> Manifest:
         """The index; `names`: the final name of each file."""
-        shards = self.shards
-        encodings = {e: encoding for shard in shards for e, encoding in shard.encodings.items()}
-        others = {e: encoding for e, encoding in encodings.items() if encoding is not _ENCODING}
-        files = {names[shard.file]: shard.record for shard in shards}
-        return Manifest(
-            version=self.ref.version,
-            base_version=self.ref.base,
-            delta_encoding=_ENCODING,
-            checksum_format=ALGORITHM,
-            weight_map={e: names[shard.file] for shard in shards for e in shard.encodings},
-            section=msgspec.structs.replace(self.section, files=files, encodings=others, slices={}),
-        )
+        section = msgspec.structs.replace(self.section, slices={})
+        version, base = self.ref.version, self.ref.base
+        return version_manifest(version, base, Encoding.ROSEMUX, section, self.shards, names)
 
 
 class SpoolDraft(DeltaDraft):

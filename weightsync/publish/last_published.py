@@ -7,7 +7,7 @@ otherwise it is discarded. Never reads a trainer's tensor twice.
 
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,9 +228,9 @@ class LastPublished:
         self.version = None
         for shard in shards:
             header = shard_header(shard)
-
             moving = [entry for entry in header.layout if entry in self._bits]
-            plain = self._plain(moving, shard, header, encodings)
+            ours = {e: self._specs[e] for e in moving if encodings[e] is Encoding.ROSEMUX}
+            plain = plain_deltas(shard, header.offsets, ours)
 
             def move(
                 entry: str,
@@ -246,19 +246,6 @@ class LastPublished:
                 apply_own(encodings[entry], payload, self._specs[entry], bits)
 
             each(pool, move, moving, lambda entry: self._specs[entry].size_bytes)
-
-    def _plain(
-        self,
-        entries: Sequence[str],
-        shard: Bytes,
-        header: ShardHeader,
-        encodings: Mapping[str, Encoding],
-    ) -> dict[str, PlainDelta]:
-        ours = [entry for entry in entries if encodings[entry] is Encoding.ROSEMUX]
-        found = plain_deltas(
-            shard, [header.offsets[entry] for entry in ours], [self._specs[e] for e in ours]
-        )
-        return {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
 
     def commit(
         self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
@@ -286,13 +273,15 @@ class LastPublished:
             skipped=sorted(self.skipped),
         )
 
-    def adopt(self, file: MappedFile, latest: int, state_hash: str, pool: Executor) -> None:
+    def adopt(self, latest: int, state_hash: str, pool: Executor) -> None:
         """Take over an earlier process's copy, if it is exactly the store's newest version."""
+        if self._file is None:
+            return
         try:
-            record = msgspec.json.decode(file.recorded(), type=_Record)
+            record = msgspec.json.decode(self._file.recorded(), type=_Record)
             found = (record.format, record.version, record.state_hash)
             if found == (RECORD_FORMAT, latest, state_hash):
-                self._take_over(file, record)
+                self._take_over(self._file, record)
                 if self.is_true(pool):
                     self.version, self.state_hash = WeightVersion(record.version), state_hash
                     return

@@ -7,7 +7,7 @@ encodes while finished ones are written. The copy advances only after the store 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
@@ -33,11 +33,8 @@ _SMALL_BYTES = 8 << 10
 """Mean tensor size of a batch up to which it is compared inline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    entry: str
-    encoded: Encoded | None
-    """None if nothing changed."""
+Compared: TypeAlias = tuple[str, Encoded | None]
+"""An entry and its change; None if nothing changed."""
 
 
 class StateComparison:
@@ -157,12 +154,12 @@ class RankShare:
         )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
-        for found in self._compared(intake, expected):
-            if found.encoded is None:
+        for entry, encoded in self._compared(intake, expected):
+            if encoded is None:
                 continue
-            for name in self._copy.names_of(found.entry):
-                digests[name] = found.encoded.digest
-                files.add(name, found.encoded)
+            for name in self._copy.names_of(entry):
+                digests[name] = encoded.digest
+                files.add(name, encoded)
         if expected:
             raise self._other_layout(f"{min(expected)} is missing")
         return WrittenShare(files.finish(), digests)
@@ -209,10 +206,8 @@ class RankShare:
     def _compare(self, entry: str, new: Bits) -> Compared:
         old = self._copy.bits(entry)
         if self._encoding is Encoding.ROSEMUX:
-            encoded = encode(old, new)
-        else:
-            encoded = encode_as(self._encoding, old, new)
-        return Compared(entry, encoded)
+            return entry, encode(old, new)
+        return entry, encode_as(self._encoding, old, new)
 
     def _check(self, piece: Piece) -> None:
         contents = self._copy.contents

@@ -19,7 +19,7 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
-from weightsync.elements.state_hash import ALGORITHM, combined
+from weightsync.elements.state_hash import combined
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import INDEX_FORMAT, IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
@@ -34,6 +34,7 @@ from weightsync.publish.agreement import (
     common_version,
     merged_contents,
     reported_contents,
+    version_manifest,
 )
 from weightsync.publish.composing import SkipDelta
 from weightsync.publish.last_published import Contents
@@ -221,45 +222,24 @@ class VersionWriter:
         """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
-        manifest = self._manifest(version, base, written, names, state_hash, bytes_dense)
+        section = IndexSection(
+            format=INDEX_FORMAT,
+            state_hash=state_hash,
+            bytes_dense=bytes_dense,
+            files={},
+            slices={} if base else self._next.slices,
+            adapter=self._adapter,
+        )
+        shards = [shard for part in written for shard in part.shards]
+        builds_on = WeightVersion(base) if base else None
+        manifest = version_manifest(
+            version, builds_on, self._settings.encoding, section, shards, names
+        )
         return names, self._small_files(manifest)
 
     def _small_files(self, manifest: Manifest) -> dict[str, bytes]:
         config = {CONFIG_FILE: self._config} if self._adapter else {}
         return {**config, INDEX_FILE: encoded_manifest(manifest)}
-
-    def _manifest(
-        self,
-        version: WeightVersion,
-        base: int,
-        written: Sequence[WrittenShare],
-        names: dict[str, str],
-        state_hash: str,
-        bytes_dense: int,
-    ) -> Manifest:
-        shards = [shard for part in written for shard in part.shards]
-        encodings = {
-            entry: encoding
-            for shard in shards
-            for entry, encoding in shard.encodings.items()
-            if base and encoding is not self._settings.encoding
-        }
-        return Manifest(
-            version=version,
-            base_version=WeightVersion(base) if base else None,
-            delta_encoding=self._settings.encoding if base else None,
-            checksum_format=ALGORITHM,
-            weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
-            section=IndexSection(
-                format=INDEX_FORMAT,
-                state_hash=state_hash,
-                bytes_dense=bytes_dense,
-                files={names[shard.file]: shard.record for shard in shards},
-                encodings=encodings,
-                slices={} if base else self._next.slices,
-                adapter=self._adapter,
-            ),
-        )
 
     def _make_room(self, needed: int, *, anchor_due: bool) -> None:
         """Delete older chains if the quota requires it. Raises Exhausted, deleting nothing, if that

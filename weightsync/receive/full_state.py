@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harvester.contracts.errors import Stale
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import (
     UNSIGNED_NUMPY,
     Bits,
@@ -113,14 +114,11 @@ class FullState(Mapping[str, Bits]):
         self._entries.clear()
         return entries
 
-    def only(self, names: Collection[str]) -> "FullState":
-        """The same state with fewer tensors."""
-        layout = {name: self._layout[name] for name in names}
-        return FullState(layout, self._parts, self._entries)
-
-    def held(self, layout: Layout, parts: Mapping[str, Collection[EntryPart]]) -> "FullState":
-        """The same state, for a holder of parts of it."""
-        return FullState(layout, parts, self._entries)
+    def held(
+        self, layout: Layout, parts: Mapping[str, Collection[EntryPart]] | None = None
+    ) -> "FullState":
+        """The same state with these tensors only, for a holder of these parts of it."""
+        return FullState(layout, self._parts if parts is None else parts, self._entries)
 
     def _whole_entry(self, name: str) -> StoredEntry | None:
         """The one entry that is all of a tensor as it is held."""
@@ -148,7 +146,7 @@ def advance(
         for part in parts[entry]:
             _advance(stored[entry], deltas[entry], part)
 
-    for _ in room.spread(pool, work, list(deltas), size_of):
+    for _ in spread(pool, work, list(deltas), size_of, limit_bytes=room.lent_bytes):
         pass
 
 
@@ -164,9 +162,10 @@ def entry_digests(
     def digest(entry: str) -> str:
         return stored[entry].file.digest(stored[entry].whole)
 
-    found = room.spread(
-        pool, digest, whole, lambda entry: min(stored[entry].spec.size_bytes, _HASHED_BYTES)
-    )
+    def size_of(entry: str) -> int:
+        return min(stored[entry].spec.size_bytes, _HASHED_BYTES)
+
+    found = spread(pool, digest, whole, size_of, limit_bytes=room.lent_bytes)
     return dict(zip(whole, found, strict=True))
 
 

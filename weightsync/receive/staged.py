@@ -14,6 +14,7 @@ import numpy as np
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import Bits, Layout, difference
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, apply_all
@@ -174,7 +175,8 @@ def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -
     if staged.full is None and not staged.tried:
         # A follower that finishes an interrupted apply omits tensors that are written already.
         names = [name for name in staged.expected.checksums if name in staged.deltas]
-        list(staged.room.spread(pool, attempt, names, staged.lent_bytes))
+        limit_bytes = staged.room.lent_bytes
+        list(spread(pool, attempt, names, staged.lent_bytes, limit_bytes=limit_bytes))
     return replace(staged, tried=True)
 
 
@@ -199,7 +201,8 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
         _write_whole(staged, target, name)
         return ""
 
-    found = staged.room.spread(pool, write, staged.changed, staged.lent_bytes)
+    limit_bytes = staged.room.lent_bytes
+    found = spread(pool, write, staged.changed, staged.lent_bytes, limit_bytes=limit_bytes)
     written = dict(zip(staged.changed, found, strict=True))
     target.finish(staged.changed)
     digests = {name: written.get(name) or known[name] for name in cut}

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import bits_from_bytes
 from weightsync.encoding.codec import Encoding
 from weightsync.encoding.delta import Delta
@@ -208,22 +209,14 @@ class Staging:
     ) -> dict[str, list[Delta]]:
         """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by
         entry, one for each held part of it."""
-        ours = [entry for entry in stored if stored[entry].encoding is Encoding.ROSEMUX]
+        ours = {e: delta.spec for e, delta in stored.items() if delta.encoding is Encoding.ROSEMUX}
         if not ours or not copy.staged.kept_bytes:
             return {}
-        found = plain_deltas(
-            copy.staged.read(ByteSpan(0, copy.staged.kept_bytes)),
-            [header.offsets[entry] for entry in ours],
-            [stored[entry].spec for entry in ours],
-        )
-        plain = {
-            entry: placed(self._read.parts[entry], delta, stored[entry].spec)
-            for entry, delta in zip(ours, found, strict=True)
-            if delta
-        }
-        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
-        all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
-        return plain if 2 * plain_bytes >= all_bytes else {}
+        data = copy.staged.read(ByteSpan(0, copy.staged.kept_bytes))
+        plain = plain_deltas(data, header.offsets, ours)
+        if 2 * sum(map(header.size_bytes, plain)) < sum(map(header.size_bytes, header.layout)):
+            return {}
+        return {e: placed(self._read.parts[e], delta, ours[e]) for e, delta in plain.items()}
 
     def _decoded(self, stored: Mapping[str, StoredDelta]) -> dict[str, list[Delta]]:
         """Like `_plain`: decoded deltas as far as they fit into memory, the others as stored."""
@@ -232,9 +225,11 @@ class Staging:
             delta = stored[entry]
             return placed(self._read.parts[entry], delta.decoded(alone=True), delta.spec)
 
-        found = self._room.spread(
-            self._pool, decoded, list(stored), lambda entry: stored[entry].lent_bytes
-        )
+        def size_of(entry: str) -> int:
+            return stored[entry].lent_bytes
+
+        limit_bytes = self._room.lent_bytes
+        found = spread(self._pool, decoded, list(stored), size_of, limit_bytes=limit_bytes)
         kept: dict[str, list[Delta]] = {entry: [] for entry in stored}
         for entry, deltas in zip(stored, found, strict=True):
             for part, delta in zip(self._read.parts[entry], deltas, strict=True):

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
@@ -30,7 +29,7 @@ from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.outage import CachedReplies, UpstreamOutage
 from weightsync.serve.published import PublishedFile, published_files
 from weightsync.serve.relayed_file import RelayedFile
-from weightsync.serve.shelf import ShelfFile, SourceShelf
+from weightsync.serve.shelf import ReadyFile, ShelfFile, SourceShelf
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
@@ -126,7 +125,8 @@ class RelayShelf:
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
         if name in {READY_FILE, CONFIG_FILE, INDEX_FILE}:
-            yield _HeldFile(await self._small_file(store, directory, name))
+            raw = await self._small_file(store, directory, name)
+            yield ReadyFile(len(raw), lambda span: raw[span.start : span.stop], self._shelf)
             return
         published = await self._published_file(store, directory, name, fresh=doubted)
         file = await self._sound_file(store, path, published, doubted=doubted)
@@ -263,23 +263,6 @@ class RelayShelf:
         # The requesting reader may have left by the time it fails.
         if not done.cancelled():
             done.exception()
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldFile:
-    """A small file in memory."""
-
-    raw: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.raw)
-
-    def expect(self, span: ByteSpan) -> None:
-        """All of it is here."""
-
-    async def read(self, span: ByteSpan) -> bytes:
-        return self.raw[span.start : span.stop]
 
 
 def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:

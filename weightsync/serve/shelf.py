@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -18,9 +18,6 @@ from weightsync.serve.composed_versions import ComposedVersions
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
-
-if TYPE_CHECKING:
-    from weightsync.reading.spool import SpooledFile
 
 _TURN_S = 2.0
 """Longest duration of one request, and so of a shutdown's wait for it."""
@@ -140,9 +137,11 @@ class SourceShelf:
             if self._composed is None or ref is None or ref.kind is not Kind.SKIP:
                 raise
             file = await self._composed.file(store, source, ref, name, doubted=doubted)
-            yield _ComposedFile(self, file)
+            yield ReadyFile(file.size_bytes, lambda span: file.content.read(span).tobytes(), self)
         else:
-            yield _SourceFile(self, source, path, size)
+            yield ReadyFile(
+                size, lambda span: source.bytes_at(path, span.start, span.size_bytes), self
+            )
 
     async def close(self) -> None:
         if self._composed is not None:
@@ -178,35 +177,15 @@ class SourceShelf:
 
 
 @dataclass(frozen=True, slots=True)
-class _SourceFile:
-    shelf: SourceShelf
-    source: StoreSource
-    path: str
+class ReadyFile:
+    """A file of which every span can be read at once, by `content` in a thread of the shelf."""
+
     size_bytes: int
-
-    def expect(self, span: ByteSpan) -> None:
-        """No-op: the source reads on request only."""
-
-    async def read(self, span: ByteSpan) -> bytearray:
-        def read() -> bytearray:
-            into = bytearray(span.size_bytes)
-            self.source.read_range(self.path, span.start, memoryview(into))
-            return into
-
-        return await self.shelf.threaded(read)
-
-
-@dataclass(frozen=True, slots=True)
-class _ComposedFile:
+    content: Callable[[ByteSpan], bytes | bytearray]
     shelf: SourceShelf
-    file: "SpooledFile"
-
-    @property
-    def size_bytes(self) -> int:
-        return self.file.size_bytes
 
     def expect(self, span: ByteSpan) -> None:
-        """No-op: all of it is here."""
+        """No-op: nothing has to be brought first."""
 
-    async def read(self, span: ByteSpan) -> bytes:
-        return await self.shelf.threaded(lambda: self.file.content.read(span).tobytes())
+    async def read(self, span: ByteSpan) -> bytes | bytearray:
+        return await self.shelf.threaded(lambda: self.content(span))

@@ -41,12 +41,14 @@ Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of an update, found on copies."""
+    """The result of an update, or of a part of it, found on copies."""
 
     forms: Mapping[Any, PackedForm]
     """Packed forms of changed layers, as far as the budget went."""
     digests: Mapping[str, str]
     """Digest that each of the target's tensors will have; empty unless `is_provable`."""
+    published: Mapping[str, str]
+    """Digests by entry, of tensors that are the checkpoint's whole ones."""
 
 
 def is_provable(staged: Staged) -> bool:
@@ -140,7 +142,7 @@ def tried_on_copies(
                 f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
-    return Trial(forms, digests)
+    return Trial(forms, digests, published)
 
 
 def _parts(
@@ -169,16 +171,6 @@ def _parts(
     return sorted([*ahead, *single], key=lambda part: (-part.size_bytes, part.names))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """The result of one part."""
-
-    forms: Mapping[Any, PackedForm]
-    digests: Mapping[str, str]
-    published: Mapping[str, str]
-    """Digests by entry, of tensors that are the checkpoint's whole ones."""
-
-
 def _try_part(
     target: LoaderMap,
     staged: Staged,
@@ -186,7 +178,7 @@ def _try_part(
     pack: Pack,
     cut: Collection[str],
     slices: Slices | None,
-) -> _Tried:
+) -> Trial:
     """`cut`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors stored
     in slices; None if nothing is hashed."""
     weight: torch.Tensor | None = None
@@ -216,7 +208,7 @@ def _try_part(
         elif name not in cut:
             published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
-    return _Tried(forms, digests, published)
+    return Trial(forms, digests, published)
 
 
 def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str, Bits]]:

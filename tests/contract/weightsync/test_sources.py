@@ -34,7 +34,7 @@ from weightsync.receiver import Receiver
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.objects import ObjectStoreSource
+from weightsync.transport.objects import ObjectStore
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
@@ -97,12 +97,12 @@ def place(request: pytest.FixtureRequest, published: Path, tmp_path: Path) -> It
         if request.param == "directory":
             source: StoreSource = DirectorySource(files)
         elif request.param == "file":
-            source = ObjectStoreSource(f"file://{files}")
+            source = ObjectStore(f"file://{files}")
         elif request.param == "memory":
             memory = fsspec.filesystem("memory")
             memory.put(str(files), "/bucket/job-a", recursive=True)
             stack.callback(memory.rm, "/bucket", recursive=True)
-            source = ObjectStoreSource("memory://bucket/job-a")
+            source = ObjectStore("memory://bucket/job-a")
 
             def write(path: str, raw: bytes | None) -> None:
                 if raw is None:
@@ -419,7 +419,7 @@ def test_a_url_that_cannot_be_opened_says_what_would(url: str, message: str) -> 
 def test_a_failing_object_store_is_retried_and_then_given_up(
     monkeypatch: pytest.MonkeyPatch, published: Path
 ) -> None:
-    source = ObjectStoreSource(
+    source = ObjectStore(
         f"file://{published}", retries=RetryLimits(attempts_max=3, first_wait_s=0.001)
     )
     asked = 0

@@ -58,7 +58,7 @@ def _delta(form: str, old: Bits, new: Bits, spec: TensorSpec) -> Delta | None:
         return encoded and decode(encoded.encoding, memoryview(encoded.payload), spec)
     if form == "plain":
         plain = np.frombuffer(plain_payload(old, new).payload, np.uint8)
-        return plain_deltas(plain, [(0, plain.size)], [spec])[0]
+        return plain_deltas(plain, {"w": (0, plain.size)}, {"w": spec}).get("w")
     if form == "planes":
         payload = planes_payload(old, new)
         return decode_rosemux(memoryview(payload), spec)

@@ -28,7 +28,7 @@ class _Counting(Executor):
 
 
 def _compared(entry: str, bits: Bits) -> Compared:
-    return Compared(entry, None)
+    return entry, None
 
 
 def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
@@ -41,12 +41,12 @@ def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Count
     held = most = 0
     for number, size in enumerate(sizes):
         for done in comparison.make_room(size):
-            came.append(done.entry)
-            held -= sizes[int(done.entry)]
+            came.append(done[0])
+            held -= sizes[int(done[0])]
         comparison.add(str(number), np.empty(size, dtype=np.uint8))
         held += size
         most = max(most, held)
-    came += [done.entry for done in comparison.finish()]
+    came += [done[0] for done in comparison.finish()]
     return came, most, pool
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import ConfigError
+from weightsync.elements.batches import spread
 from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
 
 MIB = 1 << 20
@@ -41,7 +42,9 @@ def test_concurrent_work_fits_the_room_or_is_alone(sizes: list[int]) -> None:
         return number
 
     with ThreadPoolExecutor(3) as pool:
-        found = list(room.spread(pool, work, range(len(sizes)), sizes.__getitem__))
+        found = list(
+            spread(pool, work, range(len(sizes)), sizes.__getitem__, limit_bytes=room.lent_bytes)
+        )
     assert found == list(range(len(sizes)))
 
 
@@ -57,5 +60,5 @@ def test_an_error_comes_after_everything_has_ended() -> None:
         ended.set()
 
     with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="broken"):
-        list(room.spread(pool, work, range(2), lambda _: 0))
+        list(spread(pool, work, range(2), lambda _: 0, limit_bytes=room.lent_bytes))
     assert ended.is_set()
