@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.follower import Follower
-    from weightsync.publish.intake import ShardSlice
     from weightsync.publish.settings import (
         AnnounceSettings,
         ExchangeSettings,
         VersionSettings,
         WorkSettings,
     )
+    from weightsync.publish.trainer_state import ShardSlice
     from weightsync.publisher import Publisher
     from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
@@ -53,7 +53,7 @@ _MODULES = {
     "Follower": "follower",
     "Publisher": "publisher",
     "Receiver": "receiver",
-    "ShardSlice": "publish.intake",
+    "ShardSlice": "publish.trainer_state",
     "TensorTarget": "receive.target",
     "VersionSettings": "publish.settings",
     "WorkSettings": "publish.settings",

@@ -32,9 +32,8 @@ from weightsync.publish.agreement import (
     SkippedEntries,
     WrittenShare,
 )
-from weightsync.publish.intake import Intake, PublishedState
 from weightsync.publish.last_published import LastPublished, MappedFile
-from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
+from weightsync.publish.ranks import RankExchange, RanksByFiles, SingleRank
 from weightsync.publish.settings import (
     AnnounceSettings,
     ExchangeSettings,
@@ -44,6 +43,7 @@ from weightsync.publish.settings import (
 from weightsync.publish.share import RankShare
 from weightsync.publish.skip_deltas import SkipDeltaWriter
 from weightsync.publish.store_writer import Draft, WritableStore, store_name, writable_store
+from weightsync.publish.trainer_state import PublishedState, TrainerState
 from weightsync.publish.version_writer import VersionWriter
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             undo.pop_all()
         # Only now, since rank 0 clears an earlier trainer's messages.
         self._ranks = (
-            Alone()
+            SingleRank()
             if ranks_dir is None or ranks == 1
             else RanksByFiles(
                 ranks_dir,
@@ -241,19 +241,19 @@ class Publisher(AbstractContextManager["Publisher"]):
             _LOG.warning("waiting for loops that are being compiled, once for each machine")
             wait([self._compiling])
 
-    def _agreed(self, state: PublishedState, step: int, started: float) -> Published:
+    def _agreed(self, given: PublishedState, step: int, started: float) -> Published:
         fault = self._await_anchor()
         with self._ranks.exchange(step) as talk:
-            alone = isinstance(self._ranks, Alone)
-            intake = Intake(
-                state,
+            alone = isinstance(self._ranks, SingleRank)
+            state = TrainerState(
+                given,
                 is_adapter=self._adapter is not None,
                 finds_ties=alone,
                 check_finite=self._versions.check_finite,
             )
-            reports = talk.gather(self._share.report(intake))
+            reports = talk.gather(self._share.report(state))
             order = talk.tell(self._lead.order(reports) if self._lead else None, PublishOrder)
-            outcome = self._published(talk, intake, order)
+            outcome = self._published(talk, state, order)
             if alone and outcome.anchor_directory:
                 self._anchor = self._anchors.submit(self._anchored, talk, order, outcome)
                 anchored = Anchored(outcome.bytes_dense)
@@ -271,9 +271,11 @@ class Publisher(AbstractContextManager["Publisher"]):
             anchor_fault=anchored.fault or fault,
         )
 
-    def _published(self, talk: RankExchange, intake: Intake, order: PublishOrder) -> PublishResult:
+    def _published(
+        self, talk: RankExchange, state: TrainerState, order: PublishOrder
+    ) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
-            written = self._written(talk, intake, order, draft)
+            written = self._written(talk, state, order, draft)
             everything = talk.gather(written)
             done = self._lead.commit(order, everything) if self._lead else None
             outcome = talk.tell(done, PublishResult)
@@ -281,12 +283,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         return outcome
 
     def _written(
-        self, talk: RankExchange, intake: Intake, order: PublishOrder, draft: Draft
+        self, talk: RankExchange, state: TrainerState, order: PublishOrder, draft: Draft
     ) -> WrittenShare:
         if order.base:
             self._await_compiled()
-            return self._share.write_delta(draft, intake)
-        held = talk.gather(self._share.take(intake))
+            return self._share.write_delta(draft, state)
+        held = talk.gather(self._share.take(state))
         skipped = talk.tell(self._lead.settle(held) if self._lead else None, SkippedEntries)
         self._copy.skip(skipped.by_rank[self._ranks.rank])
         return self._share.write_full(draft)

@@ -25,8 +25,8 @@ from benchmarks.testbed.reporting import report
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.names import INDEX_FILE, Kind, VersionRef
 from weightsync.layout.shard import shard_header
-from weightsync.publish.intake import ShardSlice
 from weightsync.publish.settings import VersionSettings, WorkSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.staged import check_state
 from weightsync.receive.target import TensorTarget

@@ -23,7 +23,7 @@ from harvester.contracts.errors import Exhausted
 from weightsync.encoding.codec import warm_up
 from weightsync.publisher import Publisher
 from weightsync.publish.directory_writer import WritableDirectory
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publish.settings import ExchangeSettings
 from weightsync.layout.durable import write_durably
 

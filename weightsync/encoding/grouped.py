@@ -22,7 +22,7 @@ from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes, bytes_of
 from weightsync.elements.compiled import compiled
 from weightsync.elements.group_applying import INDEX_BYTES, NEAREST_FAR, Gaps, apply_grouped
-from weightsync.elements.group_writing import highs_room, write_groups
+from weightsync.elements.group_writing import groups_size, highs_room, write_groups
 from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES, groups_end
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.elements.state_hash import digest_from
@@ -222,11 +222,8 @@ def _gap_bytes(gaps: Bytes) -> int:
     changes = 0
     for i in range(gaps.size):
         changes += gaps[i] != GAP_ESCAPE
-    low_bits = np.empty((changes + GROUP - 1) // GROUP, np.uint8)
-    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * low_bits.size, np.uint8)
-    highs = np.empty(highs_room(changes, 256 * gaps.size), np.uint8)
-    made = write_groups(gaps, changes, low_bits, lows, highs)
-    return low_bits.size // 2 + made.low_bytes + made.high_bytes
+    size = groups_size(gaps, changes)
+    return (changes + GROUP - 1) // GROUP // 2 + size.low_bytes + size.high_bytes
 
 
 @compiled

@@ -27,13 +27,13 @@ from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Kind, V
 from weightsync.publish.agreement import Shard, version_manifest
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.store_writer import DeltaDraft
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool, SpooledFile, StagedFile
 from weightsync.reading.store import Store
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
-ROOM_BYTES = 64 << 20
+BUDGET_BYTES = 64 << 20
 """Half of it for a skip delta that waits in memory; a larger one waits in a file."""
 _MOST_OF_DENSE = 0.5
 """Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
@@ -65,7 +65,7 @@ class SpoolDraft(DeltaDraft):
 
     def __init__(self, directory: Path | None = None) -> None:
         self.files: dict[str, SpooledFile] = {}
-        self._spool = Spool(MemoryRoom(ROOM_BYTES), directory)
+        self._spool = Spool(MemoryBudget(BUDGET_BYTES), directory)
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
         parts = [np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks]
@@ -85,7 +85,7 @@ def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mappin
     """
     store, draft = Store(source), SpoolDraft()
     layout = _layout(store, ref.version)
-    spool = Spool(MemoryRoom(ROOM_BYTES))
+    spool = Spool(MemoryBudget(BUDGET_BYTES))
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     skip = composed_skip(
         store, ref, layout, spool, draft, shard_bytes=_SHARD_BYTES, threads=threads, until=until
@@ -161,7 +161,7 @@ def _payloads(
     for ref, manifest in chain:
         for shard in manifest.shards:
             _check_open(until)
-            copy = store.shard(ref, manifest, shard, spool, lent_bytes=ROOM_BYTES)
+            copy = store.shard(ref, manifest, shard, spool, lent_bytes=BUDGET_BYTES)
             copy.fetch()
             header = copy.header()
             digests |= header.metadata

@@ -34,7 +34,7 @@ from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.durable import storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.intake import Intake, Piece
+from weightsync.publish.trainer_state import Piece, TrainerState
 
 _LOG = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
@@ -172,28 +172,28 @@ class LastPublished:
         """An entry and the names that are tied to it."""
         return (entry, *(name for name, first in self.ties.items() if first == entry))
 
-    def fits(self, intake: Intake) -> bool:
+    def fits(self, state: TrainerState) -> bool:
         """Whether a state dict has the same entries; always True for an iterable."""
-        if not intake.is_lasting:
+        if not state.is_lasting:
             return True
-        coming = {piece.entry: (piece.spec, piece.record) for piece in intake.pieces}
+        coming = {piece.entry: (piece.spec, piece.record) for piece in state.pieces}
         here = {
             entry: (spec, self.contents.slices.get(entry))
             for entry, spec in self._specs.items()
             if entry not in self.skipped
         }
-        return intake.ties == self.ties and here == {
+        return state.ties == self.ties and here == {
             entry: what for entry, what in coming.items() if entry not in self.skipped
         }
 
-    def fill(self, intake: Intake, pool: Executor) -> None:
+    def fill(self, state: TrainerState, pool: Executor) -> None:
         """Copy all tensors; `hold` then sets their version."""
         self.forget()
         specs: dict[str, TensorSpec] = {}
         slices: dict[str, SliceRecord] = {}
 
         def noted() -> Iterator[Piece]:
-            for piece in intake:
+            for piece in state:
                 if piece.entry in specs:
                     raise ConfigError(f"{piece.entry} is given twice")
                 specs[piece.entry] = piece.spec
@@ -205,7 +205,7 @@ class LastPublished:
             self._bits = {piece.entry: piece.bits(own=True) for piece in noted()}
         else:
             self._bits = self._file.fill(noted())
-        self._specs, self.ties = specs, dict(intake.ties)
+        self._specs, self.ties = specs, dict(state.ties)
         digests = digests_of(specs, specs, self.bits, pool)
         digests |= {name: digests[first] for name, first in self.ties.items()}
         self._know(slices, digests)

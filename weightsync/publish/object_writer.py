@@ -45,7 +45,7 @@ _SWEEPING = RetryLimits(give_up_s=5.0, attempts_max=3)
 """Leftovers may wait for the next sweep."""
 
 
-class WritableObjects:
+class WritableObjectStore:
     """`spool_dir` holds deltas that await upload; default is this machine's temporary directory."""
 
     def __init__(

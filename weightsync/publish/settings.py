@@ -18,8 +18,7 @@ _MAX_VERSION = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSettings:
-    """What a store has; `first_version`: a job that goes on in another store begins above its last
-    version there, since its versions only rise."""
+    """Contents of a store."""
 
     anchor_every: int = MAX_ANCHOR_EVERY
     """Versions between full checkpoints, at most 25."""
@@ -28,7 +27,8 @@ class VersionSettings:
     max_bytes: int | None = None
     """Bound on the store; older chains go first."""
     first_version: int = 1
-    """The least number of the next version."""
+    """The least number of the next version: a job that goes on in another store begins above its
+    last version, since its versions only rise."""
     encoding: Encoding = Encoding.ROSEMUX
     """ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of the shared
     layout."""
@@ -100,7 +100,9 @@ class AnnounceSettings:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return (self.jobs,) if isinstance(self.jobs, str) else tuple(self.jobs)
+        """None for an empty `jobs`, as a command's option may be."""
+        jobs = (self.jobs,) if isinstance(self.jobs, str) else self.jobs
+        return tuple(filter(None, jobs))
 
 
 def _check_positive(settings: VersionSettings | WorkSettings, *fields: str) -> None:

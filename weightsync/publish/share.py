@@ -23,10 +23,10 @@ from weightsync.publish.agreement import (
     entries_of,
 )
 from weightsync.publish.delta_shards import ShardFiles, full_shards
-from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
 from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import Draft
+from weightsync.publish.trainer_state import Piece, TrainerState
 
 _BATCH_BYTES = 1 << 20
 _SMALL_BYTES = 8 << 10
@@ -112,16 +112,16 @@ class RankShare:
         self._pool = pool
         self._is_reported = False
 
-    def report(self, intake: Intake) -> RankReport:
-        """The base that a delta of `intake` can build on."""
-        if self._copy.version is None or not self._copy.fits(intake):
+    def report(self, state: TrainerState) -> RankReport:
+        """The base that a delta of `state` can build on."""
+        if self._copy.version is None or not self._copy.fits(state):
             return RankReport(0, "")
         entries = None if self._is_reported else entries_of(self._copy.contents)
         return RankReport(self._copy.version, self._copy.state_hash, entries)
 
-    def take(self, intake: Intake) -> RankEntries:
+    def take(self, state: TrainerState) -> RankEntries:
         """Copy all tensors, for a full version."""
-        self._copy.fill(intake, self._pool)
+        self._copy.fill(state, self._pool)
         return entries_of(self._copy.contents)
 
     def write_full(self, draft: Draft) -> WrittenShare:
@@ -144,7 +144,7 @@ class RankShare:
             raise Corrupt("the publisher's copy is not its last version; a full version follows")
         return self.write_full(draft)
 
-    def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
+    def write_delta(self, draft: Draft, state: TrainerState) -> WrittenShare:
         """Write what differs from the copy; raises ConfigError if an iterable has other entries."""
         files = ShardFiles(
             draft,
@@ -154,7 +154,7 @@ class RankShare:
         )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
-        for entry, encoded in self._compared(intake, expected):
+        for entry, encoded in self._compared(state, expected):
             if encoded is None:
                 continue
             for name in self._copy.names_of(entry):
@@ -183,14 +183,14 @@ class RankShare:
         self._copy.commit(version, outcome.state_hash, written.digests)
         self._is_reported = True
 
-    def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
-        """Compare in the order of the intake; removes each entry from `expected`."""
+    def _compared(self, state: TrainerState, expected: set[str]) -> Iterator[Compared]:
+        """Compare in the order of the state; removes each entry from `expected`."""
         comparison = StateComparison(self._compare, self._pool, self._work)
-        for piece in intake:
+        for piece in state:
             if piece.entry in self._copy.skipped:
                 continue
             # A state dict was checked whole when it was offered.
-            if not intake.is_lasting:
+            if not state.is_lasting:
                 self._check(piece)
             if piece.entry in self._copy.ties:
                 raise self._other_layout(
@@ -200,7 +200,7 @@ class RankShare:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)
             yield from comparison.make_room(piece.spec.size_bytes)
-            comparison.add(piece.entry, piece.bits(own=not intake.is_lasting))
+            comparison.add(piece.entry, piece.bits(own=not state.is_lasting))
         yield from comparison.finish()
 
     def _compare(self, entry: str, new: Bits) -> Compared:

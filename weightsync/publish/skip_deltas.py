@@ -14,11 +14,11 @@ from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.publish.composing import ROOM_BYTES, SkipDelta, SpoolDraft, composed_skip
+from weightsync.publish.composing import BUDGET_BYTES, SkipDelta, SpoolDraft, composed_skip
 from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import WritableStore
 from weightsync.publish.version_writer import StoreFull, VersionWriter
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 
@@ -115,7 +115,7 @@ class _Maker:
             self._make(*due)
 
     def _make(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> None:
-        spool = Spool(MemoryRoom(ROOM_BYTES), self._work.spool_dir)
+        spool = Spool(MemoryBudget(BUDGET_BYTES), self._work.spool_dir)
         try:
             ref = VersionRef(Kind.SKIP, version, base)
             found = composed_skip(

@@ -132,9 +132,9 @@ def writable_store(location: Path | str, *, spool_dir: Path | None = None) -> Wr
             f"{location}: {scheme} is not known to replace an object in one piece; publish to a "
             f"directory, or to one of {', '.join(sorted(WHOLE_PUTS))}"
         )
-    from weightsync.publish.object_writer import WritableObjects
+    from weightsync.publish.object_writer import WritableObjectStore
 
-    return WritableObjects(location, spool_dir=spool_dir)
+    return WritableObjectStore(location, spool_dir=spool_dir)
 
 
 def store_name(location: Path | str) -> str:

@@ -21,9 +21,9 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.encoding.delta import apply_all, checked_apply
-from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.box_delta import box_delta
 from weightsync.layout.slices import SliceRecord
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
 from weightsync.receive.stored_delta import StoredDelta
@@ -134,7 +134,7 @@ def advance(
     deltas: Mapping[str, Sequence[StoredDelta]],
     parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
-    room: MemoryRoom,
+    budget: MemoryBudget,
 ) -> None:
     """Apply every entry's deltas to the held parts of it; raises Corrupt."""
 
@@ -146,7 +146,7 @@ def advance(
         for part in parts[entry]:
             _advance(stored[entry], deltas[entry], part)
 
-    for _ in spread(pool, work, list(deltas), size_of, limit_bytes=room.lent_bytes):
+    for _ in spread(pool, work, list(deltas), size_of, limit_bytes=budget.lent_bytes):
         pass
 
 
@@ -154,7 +154,7 @@ def entry_digests(
     stored: Mapping[str, StoredEntry],
     parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
-    room: MemoryRoom,
+    budget: MemoryBudget,
 ) -> dict[str, str]:
     """xxh3-128 of every entry that is held whole."""
     whole = [entry for entry in sorted(stored) if any(p.within.is_whole for p in parts[entry])]
@@ -165,7 +165,7 @@ def entry_digests(
     def size_of(entry: str) -> int:
         return min(stored[entry].spec.size_bytes, _HASHED_BYTES)
 
-    found = spread(pool, digest, whole, size_of, limit_bytes=room.lent_bytes)
+    found = spread(pool, digest, whole, size_of, limit_bytes=budget.lent_bytes)
     return dict(zip(whole, found, strict=True))
 
 
@@ -179,7 +179,7 @@ def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart
         box = stored.view(data, part.within)
         bits = box.flatten()
         for delta in deltas:
-            cut = cut_delta(delta.decoded(), part.within, stored.spec.width_bytes)
-            checked_apply(cut, bits)
+            boxed = box_delta(delta.decoded(), part.within, stored.spec.width_bytes)
+            checked_apply(boxed, bits)
         box[...] = bits.reshape(box.shape)
     stored.file.write(around.start, data)

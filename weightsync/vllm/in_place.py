@@ -118,7 +118,7 @@ def tried_on_copies(
     forms: dict[Any, PackedForm] = {}
     digests: dict[str, str] = {}
     published: dict[str, str] = {}
-    cut = staged.parts.cut
+    partial = staged.parts.partial
     slices = staged.expected.slicing.by_tensor() if is_provable(staged) else None
     parts = _parts(target, staged, packed, budget_bytes)
     if slices is None:
@@ -126,7 +126,7 @@ def tried_on_copies(
         parts = [part for part in parts if part.layers or theirs.keys() & set(part.names)]
     done = each(
         pool,
-        lambda part: _try_part(target, staged, part, pack, cut, slices),
+        lambda part: _try_part(target, staged, part, pack, partial, slices),
         parts,
         lambda part: part.size_bytes,
     )
@@ -176,11 +176,11 @@ def _try_part(
     staged: Staged,
     part: _Part,
     pack: Pack,
-    cut: Collection[str],
+    partial: Collection[str],
     slices: Slices | None,
 ) -> Trial:
-    """`cut`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors stored
-    in slices; None if nothing is hashed."""
+    """`partial`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors
+    that are stored in slices; None if nothing is hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
         weight, copies = _weight_copy(target, part)
@@ -200,12 +200,12 @@ def _try_part(
             if name in staged.expected.checksums:
                 check_foreign(name, *staged.expected.checksums[name], bits)
             continue
-        if name in cut and digest_of(bits) != staged.cut_digests.get(name):
+        if name in partial and digest_of(bits) != staged.partial_digests.get(name):
             raise Corrupt(PARTS_CHANGED)
         digests[name] = apply_all(staged.deltas.get(name, ()), bits, hashed=True)
         if name in slices:
             published |= digests_in(bits, slices[name])
-        elif name not in cut:
+        elif name not in partial:
             published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
     return Trial(forms, digests, published)

@@ -21,7 +21,7 @@ from weightsync.follower import Follower
 from weightsync.layout import shard
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, Selection, TensorParallel
 from weightsync.receive.target import TensorTarget

@@ -26,7 +26,7 @@ from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.target import TensorTarget
@@ -211,7 +211,7 @@ def test_a_shard_that_is_mended_is_read_again(place: Place) -> None:
     store = Store(place.source)
     ref = next(ref for ref in store.refs() if ref.directory == "weight_v000001")
     manifest = store.manifest(ref)
-    spool = Spool(MemoryRoom(1 << 20))
+    spool = Spool(MemoryBudget(1 << 20))
 
     def copied() -> bytes:
         copy = store.shard(ref, manifest, SHARD_FILE, spool, lent_bytes=1 << 20)

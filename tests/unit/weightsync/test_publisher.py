@@ -17,7 +17,12 @@ from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publish.directory_writer import DirectoryWriter, WritableDirectory
-from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
+from weightsync.publish.settings import (
+    AnnounceSettings,
+    ExchangeSettings,
+    VersionSettings,
+    WorkSettings,
+)
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -390,6 +395,13 @@ def test_settings_that_mean_nothing_are_refused(
 def test_a_rank_that_is_none_of_the_ranks_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"rank {rank} of ranks={ranks}"):
         Publisher(tmp_path, rank=rank, ranks=ranks)
+
+
+@pytest.mark.parametrize("announce", ["", (), AnnounceSettings(""), AnnounceSettings([])])
+def test_a_publisher_without_gateways_announces_to_none(tmp_path: Path, announce: Any) -> None:
+    with Publisher(tmp_path, announce=announce) as publisher:
+        assert publisher.announced(0.0) == "served"
+        assert publisher.announce_faults == {}
 
 
 def test_a_publisher_has_eight_parameters() -> None:

@@ -18,7 +18,7 @@ from harvester.platform.backoff import RetryLimits
 from tests import frail_objects
 from tests.frail_objects import Bucket, Killed
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter, Base
-from weightsync.publish.object_writer import WritableObjects
+from weightsync.publish.object_writer import WritableObjectStore
 from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
 from weightsync.publish.store_writer import store_name, writable_store
 from weightsync.publisher import Published, Publisher
@@ -58,7 +58,7 @@ def url(
 
 
 def publisher(url: str = URL, **options: Any) -> Publisher:
-    return Publisher(WritableObjects(url, streams=3, retries=HASTY), **options)
+    return Publisher(WritableObjectStore(url, streams=3, retries=HASTY), **options)
 
 
 def received(url: str, version: int, like: State) -> State:
@@ -403,7 +403,7 @@ def test_ranks_need_a_directory_to_agree_in(
 def test_a_rank_writes_only_what_a_version_was_begun_as() -> None:
     for begun in ("../x~0123abcd", "weight_v000001", "weight_v000001~../../", "a~0123abcd", ""):
         with pytest.raises(PeerProtocolError):
-            WritableObjects(URL).draft(begun)
+            WritableObjectStore(URL).draft(begun)
 
 
 def test_an_adapter_is_a_directory_that_peft_loads(bucket: Bucket) -> None:

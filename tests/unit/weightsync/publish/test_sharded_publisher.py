@@ -24,9 +24,9 @@ from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publish.agreement import PublishOrder, RankEntries, RankReport, SkippedEntries
 from weightsync.publish.directory_writer import FileWriter, WritableDirectory
-from weightsync.publish.intake import ShardSlice
 from weightsync.publish.ranks import RanksByFiles
 from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver

@@ -238,7 +238,7 @@ def test_those_that_wait_for_the_next_publish_take_little_memory(
         waiting.append(composed_skip(*given, **named))
         return waiting[-1]
 
-    monkeypatch.setattr(composing, "ROOM_BYTES", 1 << 20)
+    monkeypatch.setattr(composing, "BUDGET_BYTES", 1 << 20)
     monkeypatch.setattr(skip_deltas, "composed_skip", observed)
     generator = torch.Generator().manual_seed(5)
     states = tuple(

@@ -16,8 +16,8 @@ from weightsync.encoding.codec import Encoding, decode, encode_as
 from weightsync.encoding.delta import Delta
 from weightsync.follower import Follower
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.intake import ShardSlice
 from weightsync.publish.settings import VersionSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.reading.spool import MemoryStaging
 from weightsync.receive.stored_delta import StoredDelta

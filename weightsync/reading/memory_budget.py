@@ -13,7 +13,7 @@ pause; a full checkpoint of either waits in a file."""
 MIN_STAGING_BYTES = 1 << 20
 
 
-class MemoryRoom:
+class MemoryBudget:
     """Memory budget of one staging. Used by one thread at a time."""
 
     def __init__(self, limit_bytes: int) -> None:

@@ -28,7 +28,7 @@ from weightsync.receive.checkpoint import Checkpoint, check_ours, sweep, write_c
 _LOCK_FILE = ".rosemux-lock"
 
 
-class KeptDirectory:
+class CheckpointDirectory:
     """Owns one directory; a lock keeps a second owner out."""
 
     def __init__(self, directory: Path, pool: Executor) -> None:

@@ -1,6 +1,6 @@
 """A weight server's source of files: stores by name, on any storage.
 
-`SourceShelf` reads every file in place; relay.py's shelf keeps copies. Both belong to one event
+`SourceStores` reads every file in place; relay.py's stores keep copies. Both belong to one event
 loop and read in threads.
 """
 
@@ -58,7 +58,7 @@ class LatestWatch:
         return found
 
 
-class ShelfFile(Protocol):
+class ServedFile(Protocol):
     """One file while it is open."""
 
     @property
@@ -71,7 +71,7 @@ class ShelfFile(Protocol):
         """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
 
 
-class Shelf(Protocol):
+class ServedStores(Protocol):
     """Raises FileNotFoundError for unknown stores and files."""
 
     async def composes(self, store: str) -> bool:
@@ -85,7 +85,7 @@ class Shelf(Protocol):
 
     def open(
         self, store: str, path: str, *, doubted: bool
-    ) -> AbstractAsyncContextManager[ShelfFile]:
+    ) -> AbstractAsyncContextManager[ServedFile]:
         """A file of a version; `doubted` if a reader received wrong bytes."""
 
     async def close(self) -> None: ...
@@ -97,14 +97,14 @@ class OpenStore:
     watch: LatestWatch
 
 
-class SourceShelf:
+class SourceStores:
     """Serves stores directly from a root, and what `composed` adds to them."""
 
     def __init__(self, root: StoreRoot, composed: ComposedVersions | None = None) -> None:
         self._root = root
         self._composed = composed
         self._clock = MonotonicClock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-serve")
         self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
 
@@ -125,7 +125,7 @@ class SourceShelf:
         return await self.store(store).watch.after(known, wait_s)
 
     @asynccontextmanager
-    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ServedFile]:
         source = self.store(store).source
         if doubted:
             source.doubt(path)
@@ -137,9 +137,9 @@ class SourceShelf:
             if self._composed is None or ref is None or ref.kind is not Kind.SKIP:
                 raise
             file = await self._composed.file(store, source, ref, name, doubted=doubted)
-            yield ReadyFile(file.size_bytes, lambda span: file.content.read(span).tobytes(), self)
+            yield OpenFile(file.size_bytes, lambda span: file.content.read(span).tobytes(), self)
         else:
-            yield ReadyFile(
+            yield OpenFile(
                 size, lambda span: source.bytes_at(path, span.start, span.size_bytes), self
             )
 
@@ -177,15 +177,15 @@ class SourceShelf:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyFile:
-    """A file of which every span can be read at once, by `content` in a thread of the shelf."""
+class OpenFile:
+    """A file of which every span can be read at once, by `content` in a thread of the stores."""
 
     size_bytes: int
     content: Callable[[ByteSpan], bytes | bytearray]
-    shelf: SourceShelf
+    stores: SourceStores
 
     def expect(self, span: ByteSpan) -> None:
         """No-op: nothing has to be brought first."""
 
     async def read(self, span: ByteSpan) -> bytes | bytearray:
-        return await self.shelf.threaded(lambda: self.content(span))
+        return await self.stores.threaded(lambda: self.content(span))
