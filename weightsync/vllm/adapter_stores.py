@@ -103,10 +103,9 @@ class AdapterStores:
             raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
         receiver.base = base_of(record)
         staged = receiver.prepare(held.applied.version if held else None, version)
-        bits = {} if held is None or staged.full is not None else held.bits
         if staged.full is None and (held is None or held.layout != staged.layout):
             staged = receiver.prepare(None, version)
-        copy = _HostCopy(staged.layout, bits)
+        copy = _HostCopy(staged.layout, held.bits if held and staged.full is None else {})
         applied = receiver.settle(staged, copy)
         ref = self._ref(store, version)
         raw = opened.small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
@@ -140,5 +139,7 @@ class AdapterStores:
         """A store and its receiver, which read one source."""
         if name not in self._open:
             source = self._root.store(name)
-            self._open[name] = Store(source), Receiver(source, work_pool=self._pool)
+            opened = Store(source), Receiver(source, work_pool=self._pool)
+            # Another thread may have opened it meanwhile.
+            self._open.setdefault(name, opened)
         return self._open[name]
