@@ -55,7 +55,7 @@ RESUME_RATIO = 0.5
 _UNPROVEN_SLICES = 20
 """Slices without a withheld request, after which nothing is known in production's favour. In a
 slot's first half hour, in which a quarter is withheld, chance leaves so many with 0.3 %."""
-_SLICE_MEMORY_S = 3600.0
+_KEPT = *COUNTS, "slices"
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
 _BEATS = "granted_beats", "granted_late_beats", "withheld_beats", "withheld_late_beats"
 
@@ -74,11 +74,13 @@ class Ring(msgspec.Struct, kw_only=True):
     withheld_misses: list[float] = []
     withheld_beats: list[float] = []
     withheld_late_beats: list[float] = []
+    slices: list[float] = []
+    """Of the proof."""
     head: int = -1
 
     def __post_init__(self) -> None:
         size = len(self.requests)
-        for name in COUNTS[2:]:
+        for name in _KEPT[2:]:
             if not getattr(self, name):
                 setattr(self, name, [0] * size)
         if not self.period_s > 0 or not size or any(len(each) != size for each in self._counts):
@@ -86,20 +88,21 @@ class Ring(msgspec.Struct, kw_only=True):
 
     @property
     def _counts(self) -> tuple[list[float], ...]:
-        return tuple(getattr(self, name) for name in COUNTS)
+        return tuple(getattr(self, name) for name in _KEPT)
 
     def moved(self, periods: int) -> "Ring":
         """The same counts, that many periods later."""
         by = periods % len(self.requests)
         turned = {
             name: counts[-by:] + counts[:-by] if by else counts
-            for name, counts in zip(COUNTS, self._counts, strict=True)
+            for name, counts in zip(_KEPT, self._counts, strict=True)
         }
         return Ring(period_s=self.period_s, head=self.head + periods, **turned)
 
-    def add(self, served: Served, *, now: float) -> None:
+    def add(self, served: Served, *, slices: float = 0.0, now: float) -> None:
         self.advance(now)
         place = self.head % len(self.requests)
+        self.slices[place] += slices
         for name in () if served == NONE_SERVED else COUNTS:
             if count := getattr(served, name):
                 getattr(self, name)[place] += count
@@ -117,10 +120,7 @@ class Ring(msgspec.Struct, kw_only=True):
         """Each period that had requests of both kinds."""
         both = zip(self.granted, self.withheld, strict=True)
         places = [place for place, (one, other) in enumerate(both) if one and other]
-        return [
-            Served(**dict(zip(COUNTS, [counts[place] for counts in self._counts], strict=True)))
-            for place in places
-        ]
+        return [Served(**{name: getattr(self, name)[place] for name in COUNTS}) for place in places]
 
     def last(self, periods: int) -> Served:
         """Sums of the newest `periods` periods, the running one included."""
@@ -147,9 +147,7 @@ class BudgetState(msgspec.Struct, kw_only=True):
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
-    slice_s: float = 0.0
-    """Length of the proof's slices; after long ones, which windows still hold, it falls slowly."""
-    slice_at_s: float | None = None
+    observed_at_s: float | None = None
     guard: str = ""
     """The guard that stopped harvesting: `error_budget` or a burn's."""
     allotment: Allotment | None = None
@@ -229,10 +227,9 @@ class ErrorBudget:
             return 0.0
         rate = served.misses / served.requests
         if self._proven:
-            names = "granted", "withheld"
-            granted, withheld = self.state.minutes.newest(names, baseline_minutes or minutes)
-            granted_s = _MINUTE_S * sum(map(bool, granted))
-            if not any(withheld) and granted_s < _UNPROVEN_SLICES * self.state.slice_s:
+            names = "withheld", "slices"
+            withheld, slices = self.state.minutes.newest(names, baseline_minutes or minutes)
+            if not any(withheld) and sum(slices) < _UNPROVEN_SLICES:
                 return 0.0
             rate = sum(
                 self._rate_over(names, minutes, baseline_minutes or minutes)
@@ -245,8 +242,8 @@ class ErrorBudget:
         granted, late, *_ = [sum(counts) for counts in self.state.minutes.newest(names, minutes)]
         if not late:
             return 0.0
-        baseline = self.state.minutes.newest(names, baseline_minutes)
-        return max(0.0, late / granted - believable_rate(*baseline, slice_s=self.state.slice_s))
+        baseline = self.state.minutes.newest((*names, "slices"), baseline_minutes)
+        return max(0.0, late / granted - believable_rate(*baseline))
 
     def observe(
         self,
@@ -260,14 +257,14 @@ class ErrorBudget:
         """Fold new counts in; True while harvesting must stop. `slice_s`: length of the proof's
         slices; `allotment`: of the lease."""
         state = self.state
-        elapsed_s = 0.0 if state.slice_at_s is None else max(0.0, now - state.slice_at_s)
-        kept = math.exp(-elapsed_s / _SLICE_MEMORY_S)
-        state.slice_s, state.slice_at_s = max(slice_s, kept * state.slice_s), now
+        elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
+        slices = min(max(0.0, elapsed_s), _MINUTE_S) / slice_s
+        state.observed_at_s = now
         self._month = None
         if state.unknown_at_s is not None and now - state.unknown_at_s >= BUDGET_HOURS * HOUR_S:
             state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
-            ring.add(served, now=now)
+            ring.add(served, slices=slices, now=now)
         # Without a new miss only time can change the verdict, minute by minute.
         missed = served.misses + served.granted_misses + served.granted_late_beats
         changed = self._follow(allotment, leased=leased)

@@ -10,7 +10,6 @@ Reads no clock.
 import math
 from collections.abc import Sequence
 
-_MINUTE_S = 60.0
 _BELIEVABLE = 2.5
 """Standard errors."""
 _LEAST_MINUTES = 3
@@ -22,12 +21,10 @@ def believable_rate(
     granted_late: Sequence[float],
     withheld: Sequence[float],
     withheld_late: Sequence[float],
-    *,
-    slice_s: float,
+    slices: Sequence[float],
 ) -> float:
     """The highest share of late requests, 0 to 1, that production alone is believed to have; counts
-    of each minute, which has 60 / `slice_s` slices. 0 without withheld requests: nothing speaks for
-    production."""
+    of each minute, with its slices. 0 without withheld requests: nothing speaks for production."""
     alone = sum(withheld)
     if not alone:
         return 0.0
@@ -36,33 +33,45 @@ def believable_rate(
     minutes = sum(map(bool, counts))
     if minutes < _LEAST_MINUTES or not sum(granted):
         return 1.0
-    minute_slices = _MINUTE_S / slice_s
-    error = _sampling_error(counts, late, share=alone / sum(counts)) / math.sqrt(minute_slices)
-    slices = minute_slices * _late_minutes(withheld, counts, late)
-    believable = student(_BELIEVABLE, max(1.0, min(minutes, slices) - 1.0))
+    # A minute whose slices are not known counts as one.
+    known = [each or 1.0 for each in slices]
+    error = _sampling_error(counts, late, known, share=alone / sum(counts))
+    believable = student(
+        _BELIEVABLE, max(1.0, min(minutes, _late_slices(withheld, counts, late, known)) - 1.0)
+    )
     return min(1.0, _upper(sum(withheld_late), alone) + believable * error)
 
 
-def _sampling_error(counts: Sequence[float], late: Sequence[float], *, share: float) -> float:
-    """Standard error of the difference between the rates of a random `share` of the minutes and of
+def _sampling_error(
+    counts: Sequence[float], late: Sequence[float], slices: Sequence[float], *, share: float
+) -> float:
+    """Standard error of the difference between the rates of a random `share` of the slices and of
     the others (ratio estimates; Cochran, "Sampling Techniques", 1977, chapter 6)."""
     total, minutes = sum(counts), sum(map(bool, counts))
     mean = sum(late) / total
-    squares = sum([(one - mean * count) ** 2 for one, count in zip(late, counts, strict=True)])
+    squares = sum(
+        [
+            (one - mean * count) ** 2 / number
+            for one, count, number in zip(late, counts, slices, strict=True)
+        ]
+    )
     return math.sqrt(squares * minutes / (minutes - 1) / (share * (1 - share))) / total
 
 
-def _late_minutes(
-    withheld: Sequence[float], counts: Sequence[float], late: Sequence[float]
+def _late_slices(
+    withheld: Sequence[float],
+    counts: Sequence[float],
+    late: Sequence[float],
+    slices: Sequence[float],
 ) -> float:
-    """Withheld ones among the minutes in which requests were late: the share withheld, weighed by
-    late requests, of the effective number of such minutes (Kish, "Survey Sampling", 1965)."""
+    """Withheld ones among the slices in which requests were late: the share withheld, weighed by
+    late requests, of the effective number of such slices (Kish, "Survey Sampling", 1965)."""
     if not any(late):
         return math.inf
     weighed = sum(
-        [n * one / count for n, one, count in zip(late, withheld, counts, strict=True) if n]
+        [one * each / count for one, each, count in zip(late, withheld, counts, strict=True) if one]
     )
-    return weighed * sum(late) / sum([n * n for n in late])
+    return weighed * sum(late) / sum([one * one / n for one, n in zip(late, slices, strict=True)])
 
 
 def student(z: float, degrees: float) -> float:

@@ -24,7 +24,7 @@ def minutes(rng: random.Random, count: int, *, share: float, harm: float) -> lis
 
 
 def bound(columns: list[list[float]]) -> float:
-    return believable_rate(*columns, slice_s=60.0 / _SLICES_A_MINUTE)
+    return believable_rate(*columns, [_SLICES_A_MINUTE] * len(columns[0]))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
@@ -66,7 +66,7 @@ def test_an_overload_whose_few_long_slices_were_all_granted_is_believed_of_produ
     quiet, overload = [184.0, 0.0, 80.0, 0.0], [264.0, 200.0, 0.0, 0.0]
     columns = [list(column) for column in zip(*[quiet] * 40, *[overload] * 20, strict=True)]
     granted_rate = sum(columns[1]) / sum(columns[0])
-    assert believable_rate(*columns, slice_s=43.0) > granted_rate
+    assert believable_rate(*columns, [60.0 / 43.0] * 60) > granted_rate
     # Short slices would have been withheld in all of those minutes, without a late request.
     columns[2] = [80.0] * 60
-    assert believable_rate(*columns, slice_s=2.0) < granted_rate / 2
+    assert believable_rate(*columns, [30.0] * 60) < granted_rate / 2
