@@ -179,6 +179,9 @@ SERVICES: dict[str, Service] = {
     "the guest stalls the engine 3 s, each 2 min": _harm(
         _FAST, _FAST, stalls=Stalls(every_s=120.0, length_s=3.0)
     ),
+    "a quarter 6 s late, slices of 30 s": _harm(
+        lognormal(1.0, 0.5), longer(lognormal(1.0, 0.5), share=0.25, more_s=6.0), slo_s=6.0
+    ),
     "TTFT 60 ms becomes 110 ms, a request in 5 s": _harm(
         lognormal(0.06, 0.3), lognormal(0.11, 0.3), slo_s=0.5, requests_per_s=0.2
     ),

@@ -78,6 +78,9 @@ def shape_of(vllm_config: Any) -> EngineShape:
     )
 
 
+_ONE_NODE_BACKENDS = (None, "mp", "uni")
+
+
 def unfit_deployment(vllm_config: Any) -> str:
     """Why no guest may run beside this engine, with the remedy; "" if a guest may run.
 
@@ -89,8 +92,12 @@ def unfit_deployment(vllm_config: Any) -> str:
     ranks = parallel.data_parallel_size
     if parallel.nnodes > 1:
         return f"a replica over {parallel.nnodes} nodes; harvest replicas of one node"
-    if parallel.distributed_executor_backend == "ray":
-        return "Ray may place its ranks on other nodes; start it with the executor backend mp"
+    if parallel.distributed_executor_backend not in _ONE_NODE_BACKENDS:
+        # Also a class, or its import path.
+        return (
+            f"the executor backend {parallel.distributed_executor_backend} may place its ranks on "
+            "other nodes; start it with mp"
+        )
     if parallel.data_parallel_backend == "ray" and ranks > 1:
         return "Ray may place its data-parallel ranks on other nodes; take the backend mp"
     if vllm_config.model_config.is_moe and ranks > parallel.data_parallel_size_local:

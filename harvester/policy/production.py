@@ -345,7 +345,7 @@ def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
 
 def _silence(readings: tuple[PulseReading, ...]) -> str:
     if not readings:
-        return "no pulse is expected or present"
+        return "no pulse is expected or present: production writes none in these pages"
     absent = [reading for reading in readings if reading.record is None]
     faults = ", ".join(f"{r.name} {r.fault or 'missing'}" for r in absent)
     fresh = {engine_of(reading.name) for reading in readings if reading.record is not None}

@@ -53,7 +53,8 @@ WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
     ("unfit", "reason", "remedy"),
     [
         (config(nnodes=2), "over 2 nodes", "one node"),
-        (config(distributed_executor_backend="ray"), "Ray", "mp"),
+        (config(distributed_executor_backend="ray"), "backend ray", "mp"),
+        (config(distributed_executor_backend="vllm.RayExecutor"), "vllm.RayExecutor", "mp"),
         (config(data_parallel_backend="ray", data_parallel_size=2), "Ray", "mp"),
         (config(experts=True, **WIDE), "over 16 ranks", "one API server"),
         (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
