@@ -151,5 +151,4 @@ def metrics_route(render: Callable[[], bytes], *, callers: Callers = Callers.TEN
     async def metrics() -> web.Response:
         return web.Response(body=render(), headers=_EXPOSITION)
 
-    known = Route("GET /metrics", "Prometheus text", kinds=(TEXT,), callers=callers)
-    return replace(known, handler=metrics)
+    return Route("GET /metrics", "Prometheus text", kinds=(TEXT,), callers=callers, handler=metrics)

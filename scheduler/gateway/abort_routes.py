@@ -1,10 +1,5 @@
 """Routes that end open turns of the caller's job before their time.
 
-POST /inference/v1/abort_requests   {"request_ids": [...]}, as vLLM's
-POST /abort_requests                the same; without ids, all turns of the job
-POST /abort_request                 {"rid": ...} or {"abort_all": true}, as SGLang's
-POST /finish_session  /close_session   the end of a trajectory: as SkyRL's router and SGLang take it
-
 An aborted turn's own reply has its tokens so far and `finish_reason` abort. An unknown name is no
 error: its turn may just have ended.
 """

@@ -1,19 +1,7 @@
 """The gateway's HTTP routes. Decodes, authenticates, and hands over to the scheduler.
 
-POST /inference/v1/generate             one turn; JSON, or SSE with "stream": true
-POST /v1/jobs/{job}/versions            a version was published
-POST /v1/jobs/{job}/activate            the engines serve this job from now on
-POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
-POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
-POST /v1/stops                          hold, drain or resume all agents' slots (operator)
-/v1/jobs/{job}/vllm/..., /pause, ...    the job's engines as one vLLM server (weight_sync.py)
-/v1/chat/completions, ...               OpenAI's routes (text_routes.py)
-/generate, ...                          SGLang's (sglang_routes.py)
-/workers, /pull_weights, ...            a trainer's only engine (engine_list_routes.py)
-/api/v1/asample, ...                    Tinker's (tinker_routes.py)
-/inference/v1/abort_requests, ...       aborts, and ends of trajectories (abort_routes.py)
-GET  /v1/status   /metrics   /healthz   /readyz   /openapi.json (openapi.py)
-/jobs/{job}/...                         all of these again, for one job (job_paths.py)
+Its own routes are here, those of clients of vLLM, OpenAI, SGLang, Tinker and of trainers' engines
+beside the dialects; /jobs/{job} has all of them again, for one job (job_paths.py).
 """
 
 import logging

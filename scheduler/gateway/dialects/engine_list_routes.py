@@ -1,13 +1,8 @@
 """The gateway as the one engine of a trainer that lists engines, and as that trainer's router.
 
-GET  /workers   POST /workers        SGLang's router: its only worker is the gateway itself
-GET  /list_workers  POST /add_worker  the same under older names
-GET  /v1/loads                       open turns of the job
-POST /pull_weights                   a publish; 0 is the checkpoint that the engines started with
-POST /update_weights_from_disk       accepted for the version in force; no path is read
-
 slime and miles call these with `--rollout-external-engine-addrs` and `--sglang-router-ip` at the
 gateway. Engines that the trainers list are refused: the gateway's configuration names its engines.
+Version 0 is the checkpoint that the engines started with.
 """
 
 from collections.abc import Awaitable, Callable

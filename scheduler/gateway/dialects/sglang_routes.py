@@ -1,11 +1,7 @@
 """SGLang's `/generate` over the gateway's turns, for RL frameworks that speak to SGLang's router.
 
-POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
-GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_server_info
-GET  /get_weight_version
-GET  /ping  /version    vLLM's
-
-Sampling parameters are translated to vLLM's names; others are refused by name.
+Token ids or text in; one prompt or a list of them; JSON or SSE. Sampling parameters are translated
+to vLLM's names; others are refused by name.
 """
 
 from collections.abc import Iterator, Sequence

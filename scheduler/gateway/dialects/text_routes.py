@@ -1,8 +1,4 @@
-"""OpenAI's routes over the gateway's turns.
-
-GET  /v1/models    /v1/models/{model}
-POST /v1/chat/completions   POST /v1/completions    JSON, or SSE with "stream": true
-POST .../render    POST /tokenize    POST /detokenize    as vLLM's own
+"""OpenAI's routes over the gateway's turns, and vLLM's own for the text of their prompts.
 
 A request is rendered to prompts of token ids (renderer.py), each prompt and each of its `n` samples
 is a turn of its own, and the turns' tokens are derendered to the dialect's reply, with what RL

@@ -1,12 +1,8 @@
 """Tinker's sampling routes over the gateway's turns.
 
-POST /api/v1/create_session    POST /api/v1/create_sampling_session   GET /api/v1/samplers/{sampler}
-POST /api/v1/asample           POST /api/v1/retrieve_future           POST /api/v1/cancel_future
-... and what the client reports or asks besides, which is accepted
-
 `asample` begins the samples and returns a promise; `retrieve_future` waits for it. A sampler's name
-says all about it: nothing of it is kept, so that it outlives the gateway. Training is not offered:
-a trainer publishes to the store.
+says all about it: nothing of it is kept, so that it outlives the gateway. What the client reports
+besides is accepted. Training is not offered: a trainer publishes to the store.
 """
 
 import asyncio

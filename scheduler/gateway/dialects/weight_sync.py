@@ -1,16 +1,5 @@
 """A job's engines as one vLLM server, for trainers that speak vLLM's RL control routes.
 
-POST /init_weight_transfer_engine   {"init_info": {}}
-POST /start_weight_update
-POST /update_weights                {"update_info": {"store": "job-a", "version": 7}}
-POST /finish_weight_update          {"weight_version": "7"}
-POST /update_weight_version         {"new_version": "7"}: refused unless it is in force
-POST /pause?mode=abort|wait|keep&for_s=60   POST /resume   GET /is_paused
-POST /pause_generation              POST /continue_generation: SGLang's words for them, and
-                                    AReaL's with areal_ before them
-POST /reset_prefix_cache            GET and POST /flush_cache
-GET  /weight_info   GET /get_world_size   GET /is_sleeping
-
 The same routes are under /v1/jobs/{job}/vllm, with GET /health. An update is a publish: it returns
 when the job's dedicated engines hold the version. A paused job's turns wait, and a client that
 waits gets its tokens after the pause. Rendezvous of transports that need the trainer and each
