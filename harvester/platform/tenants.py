@@ -99,8 +99,10 @@ class Tenants:
 
 
 def tenant_required(tenants: Tenants, routes: Iterable[Route]) -> Middleware:
-    """Refuses requests without a token of the file that the path's route asks for; sets TENANT."""
-    known = {PATH: Callers.READERS} | {route.path: route.callers for route in routes}
+    """Refuses requests without a token of the file that the path's route asks for, but for probes;
+    sets TENANT."""
+    known = {PATH: Callers.READERS, "/healthz": Callers.ANYONE}
+    known |= {route.path: route.callers for route in routes}
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,8 +1,8 @@
 """Tinker's sampling routes over the gateway's turns.
 
 `asample` begins the samples and returns a promise; `retrieve_future` waits for it. A sampler's name
-says all about it: nothing of it is kept, so that it outlives the gateway. What the client reports
-besides is accepted. Training is not offered: a trainer publishes to the store.
+says all about it: nothing of it is kept, so that it outlives the gateway. Other reports of a client
+are accepted. Training is not offered: a trainer publishes to the store.
 """
 
 import asyncio
