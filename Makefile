@@ -14,9 +14,9 @@ setup: ## bring .venv to what the lock says; nothing to do when it is current
 demo: setup ## production vLLM inside its SLO while an RL job uses its idle time
 	$(BIN)/rosemux demo $(ARGS)
 
-# The fast tests wait for a third of their time, engines never.
-test: setup ## the fast tests on three processes, then those that start a real vLLM on two
-	$(BIN)/pytest -q -n 3 --dist loadfile -m "not engine" $(ARGS)
+# The fast tests wait for half of their time, engines never.
+test: setup ## the fast tests on four processes, then those that start a real vLLM on two
+	$(BIN)/pytest -q -n 4 --dist loadfile -m "not engine" $(ARGS)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m engine $(ARGS)
 
 check: setup ## format, lint, types, arrows between packages, names that must not be here

@@ -23,7 +23,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsync import Publisher, ShardSlice
+from weightsync import Publisher, ShardSlice, WorkSettings
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,8 @@ def sharded_publisher(store: str, *, announce: str = "") -> Publisher:
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    copies = "/var/tmp/rosemux-copies"
-    return Publisher(store, rank=rank, ranks=ranks, copy_dir=copies, announce=announce)
+    copies = WorkSettings(copy_dir="/var/tmp/rosemux-copies")
+    return Publisher(store, rank=rank, ranks=ranks, work=copies, announce=announce)
 
 
 def rows_of(part: "torch.Tensor", rank: int, shape: tuple[int, ...]) -> ShardSlice:

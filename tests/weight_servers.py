@@ -14,9 +14,9 @@ from weightsync.publish.composing import composed_files
 from weightsync.serve.composed_versions import Compose, ComposedVersions
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
-from weightsync.serve.relay import RelayShelf
+from weightsync.serve.relay import RelayedStores
+from weightsync.serve.served_stores import ServedStores, SourceStores
 from weightsync.serve.server import ServingLimits, WeightServer
-from weightsync.serve.shelf import Shelf, SourceShelf
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
@@ -43,7 +43,7 @@ def fill(source: StoreSource, path: str, into: memoryview) -> None:
 
 @contextmanager
 def running(
-    app_of: Callable[[], tuple[web.Application, Shelf | None]], *, port: int = 0
+    app_of: Callable[[], tuple[web.Application, ServedStores | None]], *, port: int = 0
 ) -> Iterator[str]:
     """The URL of an application that is made and served in a thread."""
     loop = asyncio.new_event_loop()
@@ -51,7 +51,7 @@ def running(
     up, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        app, shelf = app_of()
+        app, served = app_of()
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -61,8 +61,8 @@ def running(
         up.set()
         await stop.wait()
         await runner.cleanup()
-        if shelf is not None:
-            await shelf.close()
+        if served is not None:
+            await served.close()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
@@ -88,10 +88,10 @@ def served(
     compose: Compose | None = composed_files,
     composed_bytes: int = 1 << 30,
 ) -> Iterator[str]:
-    def app() -> tuple[web.Application, Shelf]:
+    def app() -> tuple[web.Application, ServedStores]:
         composed = ComposedVersions(compose, kept_bytes=composed_bytes) if compose else None
-        shelf = SourceShelf(StoreRoot(root, base_checkpoint=base_checkpoint), composed)
-        return WeightServer(shelf, tenants=tenants, limits=limits, metrics=metrics).app(), shelf
+        served = SourceStores(StoreRoot(root, base_checkpoint=base_checkpoint), composed)
+        return WeightServer(served, tenants=tenants, limits=limits, metrics=metrics).app(), served
 
     with running(app, port=port) as url:
         yield url
@@ -108,11 +108,11 @@ def relayed(
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
 ) -> Iterator[str]:
-    def app() -> tuple[web.Application, Shelf]:
+    def app() -> tuple[web.Application, ServedStores]:
         counted = metrics or TransferMetrics()
         held = ObjectCache(cache, capacity_bytes, metrics=counted)
-        shelf = RelayShelf(StoreRoot(upstream, access), held, streams=3, metrics=counted)
-        return WeightServer(shelf, tenants=tenants, limits=limits, metrics=counted).app(), shelf
+        served = RelayedStores(StoreRoot(upstream, access), held, streams=3, metrics=counted)
+        return WeightServer(served, tenants=tenants, limits=limits, metrics=counted).app(), served
 
     with running(app) as url:
         yield url

@@ -16,7 +16,8 @@ True
 [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 >>> receiver.close(); where.cleanup()
 
-`ShardSlice` is one rank's part of a tensor, for a publisher of several ranks.
+`ShardSlice` is one rank's part of a tensor, for a publisher of several ranks. Rarer settings of a
+publisher are records: `VersionSettings`, `WorkSettings`, `ExchangeSettings`, `AnnounceSettings`.
 """
 
 from importlib import import_module
@@ -24,18 +25,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.follower import Follower
-    from weightsync.publish.intake import ShardSlice
+    from weightsync.publish.settings import (
+        AnnounceSettings,
+        ExchangeSettings,
+        VersionSettings,
+        WorkSettings,
+    )
+    from weightsync.publish.trainer_state import ShardSlice
     from weightsync.publisher import Publisher
     from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
 
-__all__ = ["Follower", "Publisher", "Receiver", "ShardSlice", "TensorTarget"]
+__all__ = [
+    "AnnounceSettings",
+    "ExchangeSettings",
+    "Follower",
+    "Publisher",
+    "Receiver",
+    "ShardSlice",
+    "TensorTarget",
+    "VersionSettings",
+    "WorkSettings",
+]
 _MODULES = {
+    "AnnounceSettings": "publish.settings",
+    "ExchangeSettings": "publish.settings",
     "Follower": "follower",
     "Publisher": "publisher",
     "Receiver": "receiver",
-    "ShardSlice": "publish.intake",
+    "ShardSlice": "publish.trainer_state",
     "TensorTarget": "receive.target",
+    "VersionSettings": "publish.settings",
+    "WorkSettings": "publish.settings",
 }
 
 

@@ -16,7 +16,7 @@ import typer
 
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.reading.memory_room import STAGING_BYTES
+from weightsync.reading.memory_budget import STAGING_BYTES
 
 if TYPE_CHECKING:
     from threading import Event
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.layout.names import VersionRef
     from weightsync.serve.composed_versions import Files
     from weightsync.serve.metrics import TransferMetrics
-    from weightsync.serve.shelf import Shelf
+    from weightsync.serve.served_stores import ServedStores
     from weightsync.transport.source import StoreSource
 
 Host = Annotated[
@@ -91,17 +91,17 @@ def serve(
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
     from weightsync.serve.composed_versions import ComposedVersions
-    from weightsync.serve.shelf import SourceShelf
+    from weightsync.serve.served_stores import SourceStores
     from weightsync.transport.location import StoreRoot
 
     stores = StoreRoot(root, base_checkpoint=base_checkpoint)
 
-    def shelf(metrics: "TransferMetrics") -> SourceShelf:
+    def served(metrics: "TransferMetrics") -> SourceStores:
         composed = ComposedVersions(_composed, kept_bytes=composed_bytes, metrics=metrics)
         can_compose = composed_bytes > 0 and find_spec("numba") is not None
-        return SourceShelf(stores, composed if can_compose else None)
+        return SourceStores(stores, composed if can_compose else None)
 
-    _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
+    _serve(served, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
 
 
 def _composed(source: "StoreSource", ref: "VersionRef", closed: "Event") -> "Files":
@@ -134,18 +134,18 @@ def relay(
 ) -> None:
     """Serve the stores of URL to many, pulling every file once."""
     from weightsync.serve.object_cache import ObjectCache
-    from weightsync.serve.relay import RelayShelf
+    from weightsync.serve.relay import RelayedStores
     from weightsync.transport.access import Access
     from weightsync.transport.location import StoreRoot
 
     access = Access.from_environment(token_file=upstream_token_file, ca_file=ca_file)
     upstream = StoreRoot(url, replace(access, streams=streams))
 
-    def shelf(metrics: "TransferMetrics") -> RelayShelf:
+    def served(metrics: "TransferMetrics") -> RelayedStores:
         held = ObjectCache(cache, cache_bytes, metrics=metrics)
-        return RelayShelf(upstream, held, streams=streams, metrics=metrics)
+        return RelayedStores(upstream, held, streams=streams, metrics=metrics)
 
-    _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
+    _serve(served, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
 
 
 def list_stores(
@@ -167,7 +167,7 @@ def list_stores(
 
 
 def _serve(
-    shelf_with: "Callable[[TransferMetrics], Shelf]",
+    served_with: "Callable[[TransferMetrics], ServedStores]",
     host: str,
     port: int,
     token_file: Path | None,
@@ -180,16 +180,20 @@ def _serve(
 ) -> None:
     from harvester.platform.tenants import Tenants
     from harvester.platform.tls import server_tls
-    from weightsync.serve.server import Listening, ServingLimits, listen
+    from weightsync.serve.server import ListenSettings, ServingLimits, listen
 
     if token_file is not None and tenants is not None:
         raise ConfigError("give --token-file or --tenants: a tenants file has the operator's token")
     known = Tenants.load(tenants) if token_file is None else Tenants.operators(token_file)
-    listening = Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key, client_ca))
+    listening = ListenSettings(
+        host=host, port=port, tenants=known, tls=server_tls(cert, key, client_ca)
+    )
     rate = None if max_mbit is None else max_mbit * 1e6 / 8
     limits = ServingLimits(transfers_max=max_transfers, bytes_per_s=rate)
     asyncio.run(
-        listen(shelf_with, listening, limits, started=lambda url: typer.echo(f"listening on {url}"))
+        listen(
+            served_with, listening, limits, started=lambda url: typer.echo(f"listening on {url}")
+        )
     )
 
 

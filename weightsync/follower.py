@@ -21,7 +21,7 @@ from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits
 from weightsync.encoding.delta import apply_all
 from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
-from weightsync.receive.kept_directory import KeptDirectory
+from weightsync.receive.checkpoint_directory import CheckpointDirectory
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
 
@@ -73,7 +73,7 @@ class Follower(AbstractContextManager["Follower"]):
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
-            self._kept = KeptDirectory(Path(directory), self._pool)
+            self._directory = CheckpointDirectory(Path(directory), self._pool)
         except BaseException:
             self._pool.shutdown()
             raise
@@ -86,17 +86,17 @@ class Follower(AbstractContextManager["Follower"]):
     def close(self) -> None:
         """Release the directory's lock."""
         self._pool.shutdown()
-        self._kept.close()
+        self._directory.close()
 
     @property
     def held(self) -> Held | None:
         """Record of the directory's version; None while it holds no version."""
-        return self._kept.held
+        return self._directory.held
 
     @property
     def interrupted(self) -> bool:
         """Whether the directory has content but no version: the next `pull` repairs it."""
-        kept = self._kept
+        kept = self._directory
         return self.held is None and not (kept.record is None and kept.checkpoint is None)
 
     def newest(self) -> WeightVersion | None:
@@ -125,12 +125,12 @@ class Follower(AbstractContextManager["Follower"]):
         started = self._clock.now()
         mended, rolled, rolled_bytes = self.interrupted, 0, 0
         if self.held is None:
-            self._kept.examine()
+            self._directory.examine()
             rolled, rolled_bytes = self._roll_forward()
         coming = self._coming(self._target(version))
         plan = coming.staged.plan
         written = self._advance(coming)
-        held = self._kept.end(plan.target, coming.state_hash, coming.digests)
+        held = self._directory.end(plan.target, coming.state_hash, coming.digests)
         self._receiver.wrote_steps(coming.staged)
         return Pulled(
             version=held.version,
@@ -154,20 +154,20 @@ class Follower(AbstractContextManager["Follower"]):
         if held is None or newest >= held or self._receiver.was_replaced(held, newest):
             return newest
         raise Stale(
-            f"the store's newest version is {newest} and {self._kept.path} holds "
+            f"the store's newest version is {newest} and {self._directory.path} holds "
             f"{held}: is it another store? To go back, name the version"
         )
 
     def _roll_forward(self) -> tuple[int, int]:
         """Finish an interrupted apply if no tensor is torn; otherwise a full checkpoint will.
         Returns the tensors written and the bytes read for them."""
-        record, checkpoint = self._kept.record, self._kept.checkpoint
+        record, checkpoint = self._directory.record, self._directory.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
             return 0, 0
-        needed = repairs(record, self._kept.digests)
-        if Repair.REWRITE in needed.values() or needed.keys() != self._kept.digests.keys():
+        needed = repairs(record, self._directory.digests)
+        if Repair.REWRITE in needed.values() or needed.keys() != self._directory.digests.keys():
             return 0, 0
-        if self._kept.contents_hash(record.after) != record.contents_hash:
+        if self._directory.contents_hash(record.after) != record.contents_hash:
             return 0, 0
         behind = [name for name, what in needed.items() if what is Repair.ROLL_FORWARD]
         size_bytes = 0
@@ -184,16 +184,16 @@ class Follower(AbstractContextManager["Follower"]):
                 self._receiver.apply(_only(staged, behind), checkpoint)
             checkpoint.finish(record.after)
         except RoseMuxError:
-            self._kept.examine()
+            self._directory.examine()
             return 0, 0
-        self._kept.end(record.version, record.state_hash, record.after)
+        self._directory.end(record.version, record.state_hash, record.after)
         return len(behind), size_bytes
 
     def _coming(self, target: WeightVersion) -> _Coming:
         """The new state, by deltas from the held version, or from a full checkpoint."""
         held = self.held
         if held is not None and held.version <= target:
-            checkpoint = self._kept.checkpoint
+            checkpoint = self._directory.checkpoint
             layout = None if checkpoint is None else checkpoint.layout()
             staged = self._receiver.prepare(held.version, target, held=layout)
             if staged.full is None:
@@ -215,10 +215,10 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _tried_on_copies(self, staged: Staged) -> _Coming:
         """Apply a chain to copies. Raises Corrupt if the result is not the published state."""
-        checkpoint = self._kept.checkpoint
+        checkpoint = self._directory.checkpoint
         if checkpoint is None or checkpoint.layout() != staged.layout:
-            raise Corrupt(f"{self._kept.path} holds other tensors than the store")
-        digests = dict(self._kept.digests)
+            raise Corrupt(f"{self._directory.path} holds other tensors than the store")
+        digests = dict(self._directory.digests)
 
         def after(name: str) -> Bits:
             if name not in staged.deltas:
@@ -233,7 +233,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _advance(self, coming: _Coming) -> int:
         """Write the tensors that differ and verify all; returns the number written."""
-        staged, kept = coming.staged, self._kept
+        staged, kept = coming.staged, self._directory
         if kept.checkpoint is None or kept.checkpoint.layout() != staged.layout:
             return self._rebuild(coming)
         behind = [n for n in staged.changed if kept.digests.get(n) != coming.digests[n]]
@@ -248,13 +248,13 @@ class Follower(AbstractContextManager["Follower"]):
         if staged.full is None:
             raise ValueError("files are built from a full checkpoint only")
         self._begin(coming)
-        files = self._kept.replace_files(staged.layout, staged.full.__getitem__)
+        files = self._directory.replace_files(staged.layout, staged.full.__getitem__)
         check_state(staged.expected, staged.layout, files.bits, self._pool)
         return len(coming.digests)
 
     def _begin(self, coming: _Coming) -> None:
         staged = coming.staged
-        self._kept.begin(
+        self._directory.begin(
             staged.plan.target,
             coming.state_hash,
             state_hash.combined(coming.digests, staged.layout),
@@ -266,5 +266,6 @@ class Follower(AbstractContextManager["Follower"]):
 def _only(staged: Staged, names: Collection[str]) -> Staged:
     """The same staging without the tensors that already hold their new state."""
     if staged.full is not None:
-        return replace(staged, full=staged.full.only(names))
+        layout = {name: staged.layout[name] for name in names}
+        return replace(staged, full=staged.full.held(layout))
     return replace(staged, deltas={name: staged.deltas[name] for name in names})

@@ -10,7 +10,6 @@ trainer's list of changes, and updates that copy only after the new version is i
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
@@ -19,13 +18,12 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.rollouts import AnnounceState
 from weightsync.encoding.codec import Encoding, warm_up
 from weightsync.layout.adapter import Adapter
-from weightsync.layout.durable import write_durably
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
@@ -34,21 +32,24 @@ from weightsync.publish.agreement import (
     SkippedEntries,
     WrittenShare,
 )
-from weightsync.publish.intake import Intake, PublishedState
 from weightsync.publish.last_published import LastPublished, MappedFile
-from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
+from weightsync.publish.ranks import RankExchange, RanksByFiles, SingleRank
+from weightsync.publish.settings import (
+    AnnounceSettings,
+    ExchangeSettings,
+    VersionSettings,
+    WorkSettings,
+)
 from weightsync.publish.share import RankShare
 from weightsync.publish.skip_deltas import SkipDeltaWriter
-from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
+from weightsync.publish.store_writer import Draft, WritableStore, store_name, writable_store
+from weightsync.publish.trainer_state import PublishedState, TrainerState
 from weightsync.publish.version_writer import VersionWriter
 
 if TYPE_CHECKING:
     from weightsync.publish.announcer import Announcer
 
 _LOG = logging.getLogger(__name__)
-MAX_ANCHOR_EVERY = 25
-IN_FLIGHT_BYTES = 64 << 20
-SHARD_BYTES = 32 << 20
 ANNOUNCE_S = 10.0
 _SILENT_S = 3.0
 """Wait for compiled loops before a log line says so: they are loaded in less time."""
@@ -76,75 +77,44 @@ class Published:
 class Publisher(AbstractContextManager["Publisher"]):
     """Owns one store, together with the publishers of the other ranks. Not thread-safe.
 
-    `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: number of newest
-    versions that stay reachable. `max_bytes`: bound on the store; older chains go first.
-    `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of
-    the shared layout. `copy_dir`: a local directory for a copy that outlives the process.
-    `adapter`: the store holds LoRA adapters of that base. `skip_deltas`: also write deltas over
-    several versions, for receivers that have fallen behind. `first_version`: the least number of
-    the next version, for a job that goes on in another store, since its versions only rise.
-    `rank_timeout_s`: bound on rank 0's wait for the slowest rank. `ranks_dir`: a directory that
-    every rank reaches, for their agreement; by default the store's own, which an object store
-    lacks. `write`: writer for files of a directory. `announce`: the job's URL at each gateway
-    (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells it of every version, in the background,
-    with the bearer token of `announce_token_file`, and trusts `announce_ca_file` besides the
-    system's certificates; both are read again when they change. `check_finite`: refuse a state with
-    NaN or infinite elements, by the tensor's name.
+    `store`: a directory or URL. `adapter`: the store holds LoRA adapters of that base. `announce`:
+    the job's URL at each gateway (`http://127.0.0.1:8300/v1/jobs/job-a`), or settings with a token;
+    rank 0 tells it of every version, in the background.
     """
 
     def __init__(
         self,
         store: Path | str | WritableStore,
         *,
-        anchor_every: int = MAX_ANCHOR_EVERY,
-        keep_versions: int = 50,
-        max_bytes: int | None = None,
-        encoding: Encoding = Encoding.ROSEMUX,
-        threads: int = 2,
-        copy_dir: Path | str | None = None,
-        adapter: Adapter | None = None,
-        skip_deltas: bool = True,
-        first_version: int = 1,
         rank: int = 0,
         ranks: int = 1,
-        rank_timeout_s: float = 600.0,
-        ranks_dir: Path | str | None = None,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
-        shard_bytes: int = SHARD_BYTES,
-        clock: Clock | None = None,
-        write: FileWriter = write_durably,
-        announce: str | Sequence[str] = (),
-        announce_token_file: Path | str | None = None,
-        announce_ca_file: Path | str | None = None,
-        check_finite: bool = False,
+        adapter: Adapter | None = None,
+        announce: str | Sequence[str] | AnnounceSettings = (),
+        versions: VersionSettings = VersionSettings(),
+        work: WorkSettings = WorkSettings(),
+        exchange: ExchangeSettings = ExchangeSettings(),
     ) -> None:
-        encoding = _checked_encoding(encoding)
-        _check(anchor_every, keep_versions, rank, ranks, rank_timeout_s)
-        if not (isinstance(first_version, int) and 1 <= first_version < 10**15):
-            raise ConfigError(f"first_version {first_version!r}: use a number from 1")
-        for bound in (threads, in_flight_bytes, shard_bytes, 1 if max_bytes is None else max_bytes):
-            if not bound >= 1:
-                raise ConfigError(f"threads and bounds in bytes: use numbers from 1, not {bound}")
-        self._encoding = encoding
-        copies = None if copy_dir is None else Path(copy_dir)
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank {rank} of ranks={ranks}: use one from 0 to ranks - 1")
+        self._versions = versions
+        self._clock = work.clock
         self._store = (
-            writable_store(store, write=write, spool_dir=copies)
+            writable_store(store, spool_dir=work.spool_dir)
             if isinstance(store, Path | str)
             else store
         )
         self._adapter = adapter
-        self._check_finite = check_finite
-        self._clock = clock or MonotonicClock()
+        gateways = (
+            announce if isinstance(announce, AnnounceSettings) else AnnounceSettings(announce)
+        )
         self._announcer = (
-            _announcer(store, announce, announce_token_file, announce_ca_file, self._clock)
-            if announce and rank == 0
-            else None
+            _announcer(store, gateways, work.clock) if gateways.urls and rank == 0 else None
         )
         self._steps = 0
         self._closed = False
         self._lead: VersionWriter | None = None
-        words = _ranks_dir(self._store, ranks, ranks_dir)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
+        ranks_dir = _ranks_dir(self._store, ranks, exchange)
+        self._pool = ThreadPoolExecutor(work.threads, thread_name_prefix="weight-publish")
         self._anchors = ThreadPoolExecutor(1, thread_name_prefix="weight-anchor")
         self._anchor: Future[Anchored] | None = None
         """An anchor in the making, which has the copy and the store's writer to itself."""
@@ -156,34 +126,28 @@ class Publisher(AbstractContextManager["Publisher"]):
                     raise ConfigError(f"{found} is written by {found.writer}: publish elsewhere")
                 writer = self._store.writer()
                 undo.callback(writer.close)
-                self._lead = VersionWriter(
-                    writer,
-                    anchor_every=anchor_every,
-                    keep_versions=keep_versions,
-                    first_version=first_version,
-                    max_bytes=max_bytes,
-                    encoding=encoding,
-                    adapter=adapter,
-                )
-            self._copy = self._opened_copy(copies, rank)
+                self._lead = VersionWriter(writer, versions, adapter)
+            self._copy = self._opened_copy(work.spool_dir, rank)
             self._warm_up()
             self._skips = (
-                SkipDeltaWriter(self._store, self._lead, shard_bytes=shard_bytes, spool_dir=copies)
-                if self._lead and skip_deltas and encoding is Encoding.ROSEMUX
+                SkipDeltaWriter(self._store, self._lead, work)
+                if self._lead and versions.skip_deltas and versions.encoding is Encoding.ROSEMUX
                 else None
             )
             undo.pop_all()
         # Only now, since rank 0 clears an earlier trainer's messages.
-        self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
-        self._share = RankShare(
-            self._copy,
-            rank=rank,
-            encoding=encoding,
-            pool=self._pool,
-            threads=threads,
-            in_flight_bytes=in_flight_bytes,
-            shard_bytes=shard_bytes,
+        self._ranks = (
+            SingleRank()
+            if ranks_dir is None or ranks == 1
+            else RanksByFiles(
+                ranks_dir,
+                rank=rank,
+                ranks=ranks,
+                timeout_s=exchange.rank_timeout_s,
+                clock=work.clock,
+            )
         )
+        self._share = RankShare(self._copy, versions.encoding, work, rank=rank, pool=self._pool)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -268,7 +232,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     def _warm_up(self) -> None:
         """Compile for the model's element types while the trainer makes the first change."""
         widths = {spec.width_bytes for spec in self._copy.contents.layout.values()}
-        if widths and self._encoding is Encoding.ROSEMUX:
+        if widths and self._versions.encoding is Encoding.ROSEMUX:
             self._compiling = self._pool.submit(warm_up, widths)
 
     def _await_compiled(self) -> None:
@@ -277,19 +241,19 @@ class Publisher(AbstractContextManager["Publisher"]):
             _LOG.warning("waiting for loops that are being compiled, once for each machine")
             wait([self._compiling])
 
-    def _agreed(self, state: PublishedState, step: int, started: float) -> Published:
+    def _agreed(self, given: PublishedState, step: int, started: float) -> Published:
         fault = self._await_anchor()
         with self._ranks.exchange(step) as talk:
-            alone = isinstance(self._ranks, Alone)
-            intake = Intake(
-                state,
+            alone = isinstance(self._ranks, SingleRank)
+            state = TrainerState(
+                given,
                 is_adapter=self._adapter is not None,
                 finds_ties=alone,
-                check_finite=self._check_finite,
+                check_finite=self._versions.check_finite,
             )
-            reports = talk.gather(self._share.report(intake))
+            reports = talk.gather(self._share.report(state))
             order = talk.tell(self._lead.order(reports) if self._lead else None, PublishOrder)
-            outcome = self._published(talk, intake, order)
+            outcome = self._published(talk, state, order)
             if alone and outcome.anchor_directory:
                 self._anchor = self._anchors.submit(self._anchored, talk, order, outcome)
                 anchored = Anchored(outcome.bytes_dense)
@@ -307,9 +271,11 @@ class Publisher(AbstractContextManager["Publisher"]):
             anchor_fault=anchored.fault or fault,
         )
 
-    def _published(self, talk: RankExchange, intake: Intake, order: PublishOrder) -> PublishResult:
+    def _published(
+        self, talk: RankExchange, state: TrainerState, order: PublishOrder
+    ) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
-            written = self._written(talk, intake, order, draft)
+            written = self._written(talk, state, order, draft)
             everything = talk.gather(written)
             done = self._lead.commit(order, everything) if self._lead else None
             outcome = talk.tell(done, PublishResult)
@@ -317,12 +283,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         return outcome
 
     def _written(
-        self, talk: RankExchange, intake: Intake, order: PublishOrder, draft: Draft
+        self, talk: RankExchange, state: TrainerState, order: PublishOrder, draft: Draft
     ) -> WrittenShare:
         if order.base:
             self._await_compiled()
-            return self._share.write_delta(draft, intake)
-        held = talk.gather(self._share.take(intake))
+            return self._share.write_delta(draft, state)
+        held = talk.gather(self._share.take(state))
         skipped = talk.tell(self._lead.settle(held) if self._lead else None, SkippedEntries)
         self._copy.skip(skipped.by_rank[self._ranks.rank])
         return self._share.write_full(draft)
@@ -356,8 +322,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
             return LastPublished(None)
-        file = MappedFile(copy_dir, rank=rank)
-        copy = LastPublished(file)
+        copy = LastPublished(MappedFile(copy_dir, rank=rank))
         store = self._store.reader()
         try:
             latest = store.latest()
@@ -368,59 +333,28 @@ class Publisher(AbstractContextManager["Publisher"]):
         if manifest is None or manifest.state_hash is None or manifest.adapter != record:
             copy.forget()
         else:
-            copy.adopt(file, manifest.version, manifest.state_hash, self._pool)
+            copy.adopt(manifest.version, manifest.state_hash, self._pool)
         return copy
 
 
 def _announcer(
-    store: Path | str | WritableStore,
-    jobs: str | Sequence[str],
-    token_file: Path | str | None,
-    ca_file: Path | str | None,
-    clock: Clock,
+    store: Path | str | WritableStore, gateways: AnnounceSettings, clock: Clock
 ) -> "Announcer":
     from harvester.platform.tls import Credentials
     from weightsync.publish.announcer import Announcer
 
     if not isinstance(store, Path | str):
         raise ConfigError("announce: give the store as a path or URL, which names it to engines")
-    name = str(store).rstrip("/").rpartition("/")[2]
-    urls = (jobs,) if isinstance(jobs, str) else jobs
-    files = {"token_file": token_file, "ca_file": ca_file}
+    files = {"token_file": gateways.token_file, "ca_file": gateways.ca_file}
     credentials = Credentials.model_validate(files)
-    return Announcer(urls, store=name, credentials=credentials, clock=clock)
+    return Announcer(gateways.urls, store=store_name(store), credentials=credentials, clock=clock)
 
 
-def _check(
-    anchor_every: int, keep_versions: int, rank: int, ranks: int, rank_timeout_s: float
-) -> None:
-    if not 1 <= anchor_every <= MAX_ANCHOR_EVERY or anchor_every % 1:
-        raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
-    if not keep_versions >= 1 or not 0 <= rank < ranks:
-        raise ConfigError("keep_versions must be at least 1, rank below ranks")
-    if not 0 < rank_timeout_s < math.inf:
-        raise ConfigError(f"rank_timeout_s {rank_timeout_s}: use a number of seconds above 0")
-
-
-def _checked_encoding(given: Encoding | str) -> Encoding:
-    if given in {Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE}:
-        return Encoding(given)
-    raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
-
-
-def _ranks_dir(store: WritableStore, ranks: int, given: Path | str | None) -> Path | None:
-    where = store.ranks_dir if given is None else Path(given)
+def _ranks_dir(store: WritableStore, ranks: int, exchange: ExchangeSettings) -> Path | None:
+    where = store.ranks_dir if exchange.ranks_dir is None else Path(exchange.ranks_dir)
     if ranks > 1 and where is None:
         raise ConfigError(
-            "ranks agree through files, which an object store has not: give `ranks_dir`, a "
-            "directory that every rank reaches"
+            "ranks agree through files, which an object store has not: give `ranks_dir` of "
+            "`ExchangeSettings`, a directory that every rank reaches"
         )
     return where
-
-
-def _agreeing(
-    where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock
-) -> Alone | RanksByFiles:
-    if where is None or ranks == 1:
-        return Alone()
-    return RanksByFiles(where, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)

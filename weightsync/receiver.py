@@ -21,7 +21,7 @@ from weightsync.elements.bits import Layout
 from weightsync.layout.adapter import Base, check_base
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.layout.slices import Slicing
-from weightsync.reading.memory_room import MIN_STAGING_BYTES, STAGING_BYTES, MemoryRoom
+from weightsync.reading.memory_budget import MIN_STAGING_BYTES, STAGING_BYTES, MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
@@ -45,7 +45,7 @@ class _Written:
     version: WeightVersion
     table: Mapping[str, str]
     """Published digest of every entry of that version."""
-    cut: Mapping[str, str]
+    partial: Mapping[str, str]
     """Digest of the held part of every tensor that is held in part."""
 
 
@@ -90,7 +90,7 @@ class Receiver:
     ) -> None:
         """`work_pool` runs decoding, writing and hashing in place of the receiver's own threads;
         its owner shuts it down."""
-        MemoryRoom(staging_bytes)
+        MemoryBudget(staging_bytes)
         self._store = Store(store, base_checkpoint=base_checkpoint)
         self.base = base
         """The base of an adapter store's adapters; None for whole models."""
@@ -283,7 +283,7 @@ class Receiver:
 
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
-        room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
+        budget, known, copy = MemoryBudget(self._staging_bytes), self._written, self._copy
         with self._forgetting(plan):
             is_theirs = any(step.manifest.section is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
@@ -292,7 +292,7 @@ class Receiver:
             uses = copy is not None and plan.steps[:1] == (copy.step,)
             keeps = self._copies and is_theirs and plan.current is None
             # A kept copy must not hold staging memory between versions.
-            in_memory = MemoryRoom(MIN_STAGING_BYTES) if keeps else room
+            in_memory = MemoryBudget(MIN_STAGING_BYTES) if keeps else budget
             table = known.table if known else {}
             parts = self.parts(plan, held)
             self._copy = None
@@ -301,10 +301,10 @@ class Receiver:
                 plan,
                 parts,
                 self._work_pool,
-                room=room,
+                budget=budget,
                 spool=Spool(in_memory, self._spool_dir),
                 known=copy.staged.table if copy and uses else table,
-                cut=known.cut if known else {},
+                partial=known.partial if known else {},
                 copy=copy.staged.full if copy and uses else None,
             )
             staged = staging.staged()
@@ -322,8 +322,8 @@ class Receiver:
         started = self._clock.now()
         self._written = None
         with self._forgetting(staged.plan):
-            found, cut = write_state(staged, target, self._work_pool)
-        self.wrote(staged, cut)
+            found, partial = write_state(staged, target, self._work_pool)
+        self.wrote(staged, partial)
         return staged.applied(found, seconds=self._clock.now() - started)
 
     def wrote(self, staged: Staged, digests: Mapping[str, str]) -> None:

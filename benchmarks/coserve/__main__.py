@@ -213,7 +213,7 @@ class Bench:
         """Raises RoseMuxError when a part fails."""
         self.slot.start_engines()
         if not self.hardware.starts_in_turn:
-            self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+            self.slot.start_agent(self.slot.experiment(FIRST_LEVEL), shipped=False)
         async with production_session() as session:
             self.session = session
             self.client = ProductionClient(
@@ -292,7 +292,7 @@ class Bench:
         await self.slot.engines_answer(self.on_progress)
         self.cold_s = self.clock.now() - started_s
         if self.hardware.starts_in_turn:
-            self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+            self.slot.start_agent(self.slot.experiment(FIRST_LEVEL), shipped=False)
             await self.slot.agent_answers(self.on_progress)
 
     async def _rounds(self, runner: Runner, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
@@ -405,9 +405,9 @@ class Bench:
 
     async def _new_agent(self) -> None:
         self.slot.parts.running[AGENT].process.wait()
-        policy = self.slot.policy(FIRST_LEVEL)
+        policy = self.slot.experiment(FIRST_LEVEL)
         # It goes on with its predecessor's proof, for any rules and loads measured before.
-        self.slot.start_agent(policy | {"proof": policy["proof"] | NO_VERDICT})
+        self.slot.start_agent(policy | {"proof": policy["proof"] | NO_VERDICT}, shipped=False)
         await self.slot.agent_answers(lambda _: None)
 
 

@@ -42,8 +42,8 @@ BARE: dict[str, Any] = {
     "proof": {"share_ratio": 0.0, **NO_VERDICT},
 }
 _OURS: dict[str, Any] = {"proof": NO_VERDICT}
-RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **NO_VERDICT}}
-"""The agent closes the grant every other half second, for its proof, and for nothing else."""
+RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, **NO_VERDICT}}
+"""The agent closes the grant for its proof, in half of the slices, and for nothing else."""
 _BLOCKING = {"blocking_ratio": 1.0}
 
 SETTINGS = {

@@ -46,7 +46,7 @@ async def closings(
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    """Closings of the grant in every other half second, under production's load."""
+    """Closings of the grant, which is withheld in half of the slices, under production's load."""
     setting = SETTINGS[Arm.ROSEMUX]
     await runner.instruct(replace(setting, policy=RECLAIM))
     async with runner.lease.holding(), runner.rollouts.running():

@@ -124,7 +124,7 @@ class Runner:
     async def instruct(self, setting: Setting) -> None:
         self.slot.isolate(self.slot.isolation if setting.isolated else NO_ISOLATION)
         if setting.shipped != self.slot.shipped:
-            policy = self.slot.shipped_policy if setting.shipped else self.slot.policy
+            policy = self.slot.policy if setting.shipped else self.slot.experiment
             await self.slot.replace_agent(policy(self.level), shipped=setting.shipped)
         if not setting.shipped:
             self.policy(setting.policy)
@@ -138,8 +138,8 @@ class Runner:
                     await asyncio.sleep(_POLL_S)
 
     def policy(self, changes: dict[str, Any]) -> None:
-        """Policy over the slot's own; the guest's isolation stays as it is."""
-        own = self.slot.policy(self.level)
+        """Settings over those of an experiment; the guest's isolation stays as it is."""
+        own = self.slot.experiment(self.level)
         merged = {
             key: {**own[key], **value} if isinstance(value, dict) and key in own else value
             for key, value in changes.items()

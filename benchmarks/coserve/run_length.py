@@ -19,7 +19,7 @@ class RunLength:
     surges: int = 20
     long_prompts: int = 3
     full_kv: int = 1
-    closings_s: float = 60.0
+    closings_s: float = 180.0
     openings_s: float = 20.0
     closed_windows: int = 5
     within_s: float = math.inf

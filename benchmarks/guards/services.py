@@ -36,6 +36,23 @@ class Stalls:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overloads:
+    """Times in which all latencies are longer, one at the end of each period."""
+
+    every_h: float
+    length_min: float
+    ratio: float
+
+    def at(self, hours: float) -> float:
+        """Factor on latencies, `hours` after the start."""
+        rest_min = 60.0 * (self.every_h - hours % self.every_h)
+        return self.ratio if rest_min <= self.length_min else 1.0
+
+
+_NO_OVERLOADS = Overloads(every_h=1.0, length_min=0.0, ratio=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Service:
     alone: Latency
     """Times to first token."""
@@ -46,6 +63,9 @@ class Service:
     runs: int
     harm_begins_h: float = 0.0
     own_stalls: Stalls | None = None
+    overloads: Overloads = _NO_OVERLOADS
+    queue_busy: float = 0.0
+    """Share of the time in which a queue of one request at a time is busy; 0 without a queue."""
     guest_stalls: Stalls | None = None
     itl_alone: Latency
     itl_beside: Latency
@@ -102,10 +122,14 @@ def _harmless(
     sigma: float = 0.0,
     ratio: float = 1.0,
     stalls: Stalls | None = None,
+    overloads: Overloads = _NO_OVERLOADS,
+    queue_busy: float = 0.0,
     requests_per_s: float = 5.0,
 ) -> Service:
     return Service(
         requests_per_s=requests_per_s,
+        queue_busy=queue_busy,
+        overloads=overloads,
         alone=ttft,
         beside=scaled(ttft, ratio),
         itl_alone=_ITL,
@@ -170,6 +194,10 @@ SERVICES: dict[str, Service] = {
     "own misses 3 %": _own_misses(0.03),
     "own misses of 12 s, 0.5 %": _own_misses(0.005, more_s=12.0),
     "own stalls of 3 s, each 10 min": _harmless(_FAST, stalls=Stalls(every_s=600.0, length_s=3.0)),
+    "overload of 40 min, each 6 h": _harmless(
+        _FAST, sigma=0.5, overloads=Overloads(every_h=6.0, length_min=40.0, ratio=5.0)
+    ),
+    "a queue, busy for 85 %": _harmless(lognormal(0.1, 0.3), queue_busy=0.85),
     "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
     "8 % longer, a request in 5 s": _harmless(lognormal(0.06, 0.3), ratio=1.08, requests_per_s=0.2),
 }

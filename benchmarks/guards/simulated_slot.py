@@ -45,7 +45,7 @@ def run(service: Service, seed: int) -> dict[str, Any]:
     own, guest = _Stalling(service.own_stalls), _Stalling(service.guest_stalls)
     coming: list[tuple[float, float]] = []
     now, load, withheld_s, stepped_at_s = _BEGIN_S, 1.0, 0.0, -math.inf
-    harmed_share = 0.0
+    harmed_share = free_s = 0.0
     level, halvings, lost_s, halved_at_s = 1.0, 0, 0.0, math.inf
     harm_at_s = _BEGIN_S + service.harm_begins_h * _HOUR_S
     stopped_by = ""
@@ -60,17 +60,22 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         guest.observe(rng, may_begin=harmed, now=now)
         stall_s = max(own.wait_s(now), guest.wait_s(now))
         load = load**0.99 * rng.lognormvariate(0.0, 0.14 * service.load_sigma)
+        factor = load * service.overloads.at((now - _BEGIN_S) / _HOUR_S)
         ttft = service.beside if harmed else service.alone
         if service.fades_s:
             harmed_share += (harmed - harmed_share) * _BEAT_S / service.fades_s
             ttft = either(harmed_share, service.beside, service.alone)
         for _ in range(int(service.requests_per_s * _BEAT_S + rng.random())):
-            latency_s = stall_s + load * ttft(rng)
+            latency_s = stall_s + factor * ttft(rng)
+            if service.queue_busy:
+                free_s = max(free_s, now)
+                latency_s += free_s - now
+                free_s += rng.expovariate(service.requests_per_s / service.queue_busy)
             coming.append((now + latency_s, latency_s))
         reported = tuple(latency_s for end_s, latency_s in coming if end_s <= now)
         coming = [each for each in coming if each[0] > now]
         itl = service.itl_beside if harmed else service.itl_alone
-        tokens_s = () if stall_s else tuple(load * itl(rng) for _ in range(_TOKENS_SEEN))
+        tokens_s = () if stall_s else tuple(factor * itl(rng) for _ in range(_TOKENS_SEEN))
         itl_reported = Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0)
         production = ProductionView(
             condition=None,

@@ -5,12 +5,11 @@ order do not.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from benchmarks.testbed.excerpt import TokenScale
 from benchmarks.testbed.prerequisites import check_machine
@@ -60,8 +59,6 @@ class Hardware(ABC):
     """Whether production and guest alternate on a core; CPU time then equals use of the core."""
     starts_in_turn: bool = False
     """Production has to answer before the guest starts, and the guest before the agent does."""
-    policy: Mapping[str, Any] = MappingProxyType({})
-    """Settings over the slot's own ones in the agent."""
     scales: tuple[TokenScale, ...]
     """Scales of the trace's token counts, from the largest: tried until requests are enough."""
     pulse_sizes: TokenScale

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.testbed.reporting import report
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 
 State = dict[str, torch.Tensor]
@@ -57,7 +58,9 @@ def _case(parameters: int, step_s: float, directory: Path | None) -> dict[str, A
     seconds: dict[str, list[float]] = {part: [] for part in _PARTS}
     with (
         tempfile.TemporaryDirectory(prefix="weights-", dir=directory) as root,
-        Publisher(Path(root) / "store", anchor_every=_EVERY, keep_versions=1) as publisher,
+        Publisher(
+            Path(root) / "store", versions=VersionSettings(anchor_every=_EVERY, keep_versions=1)
+        ) as publisher,
     ):
         publisher.publish(states[0])
         # The first round compiles, or loads, what the others use.

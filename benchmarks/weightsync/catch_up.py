@@ -23,6 +23,7 @@ from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.children import weight_server
 from benchmarks.weightsync.counted import Counted, CountedDirectory, CountedHttp
 from harvester.contracts.ids import WeightVersion
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -143,7 +144,7 @@ def _case(name: str, learning_rate: float) -> dict[str, Any]:
         stores = {skips: Path(directory) / f"skips-{skips}" for skips in (True, False)}
         with (
             Publisher(stores[True]) as skipping,
-            Publisher(stores[False], skip_deltas=False) as plain,
+            Publisher(stores[False], versions=VersionSettings(skip_deltas=False)) as plain,
         ):
             publishers = [(True, skipping), (False, plain)]
             for _ in range(VERSIONS):

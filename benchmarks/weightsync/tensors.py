@@ -25,7 +25,8 @@ from benchmarks.testbed.reporting import report
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.names import INDEX_FILE, Kind, VersionRef
 from weightsync.layout.shard import shard_header
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.settings import VersionSettings, WorkSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.staged import check_state
 from weightsync.receive.target import TensorTarget
@@ -79,7 +80,9 @@ def _case(name: str, tensors: int, moving: int, ratio: float, steps: int) -> dic
     found: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="weights-") as directory,
-        Publisher(Path(directory) / "store", skip_deltas=False) as publisher,
+        Publisher(
+            Path(directory) / "store", versions=VersionSettings(skip_deltas=False)
+        ) as publisher,
         closing(Receiver(Path(directory) / "store")) as receiver,
     ):
         current = receiver.sync(None, publisher.publish(state).version, target).version
@@ -124,7 +127,9 @@ def _of_ranks(ranks: int) -> dict[str, Any]:
     ):
         store = Path(directory) / "store"
         publishers = [
-            stack.enter_context(Publisher(store, rank=rank, ranks=ranks, threads=1))
+            stack.enter_context(
+                Publisher(store, rank=rank, ranks=ranks, work=WorkSettings(threads=1))
+            )
             for rank in range(ranks)
         ]
         receiver = stack.enter_context(closing(Receiver(store)))

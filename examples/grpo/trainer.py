@@ -93,8 +93,8 @@ async def opened_run(
     on_progress: Callable[[float], None] = lambda _ratio: None,
 ) -> AsyncGenerator[TrainingRun, None]:
     """The job's run, with its gateway and its store; `around_collect` may wrap its rollouts."""
+    from weightsync import Publisher, WorkSettings
     from weightsync.encoding.codec import warm_up
-    from weightsync.publisher import Publisher
 
     # Warms up before anything is measured, since it shares the core.
     warm_up()
@@ -109,7 +109,8 @@ async def opened_run(
             clock=clock,
             on_progress=on_progress,
         )
-        with Publisher(config.weight_root / config.store, threads=1) as publisher:
+        store, work = config.weight_root / config.store, WorkSettings(threads=1)
+        with Publisher(store, work=work) as publisher:
             yield TrainingRun(
                 weights,
                 tasks=config.warm_up.tasks,

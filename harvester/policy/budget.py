@@ -55,6 +55,7 @@ RESUME_RATIO = 0.5
 _UNPROVEN_SLICES = 20
 """Slices without a withheld request, after which nothing is known in production's favour. In a
 slot's first half hour, in which a quarter is withheld, chance leaves so many with 0.3 %."""
+_SLICE_MEMORY_S = 3600.0
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
 _BEATS = "granted_beats", "granted_late_beats", "withheld_beats", "withheld_late_beats"
 
@@ -146,8 +147,9 @@ class BudgetState(msgspec.Struct, kw_only=True):
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
-    slice_s: float = _MINUTE_S
-    """Length of the proof's slices."""
+    slice_s: float = 0.0
+    """Length of the proof's slices; after long ones, which windows still hold, it falls slowly."""
+    slice_at_s: float | None = None
     guard: str = ""
     """The guard that stopped harvesting: `error_budget` or a burn's."""
     allotment: Allotment | None = None
@@ -258,7 +260,9 @@ class ErrorBudget:
         """Fold new counts in; True while harvesting must stop. `slice_s`: length of the proof's
         slices; `allotment`: of the lease."""
         state = self.state
-        state.slice_s = slice_s
+        elapsed_s = 0.0 if state.slice_at_s is None else max(0.0, now - state.slice_at_s)
+        kept = math.exp(-elapsed_s / _SLICE_MEMORY_S)
+        state.slice_s, state.slice_at_s = max(slice_s, kept * state.slice_s), now
         self._month = None
         if state.unknown_at_s is not None and now - state.unknown_at_s >= BUDGET_HOURS * HOUR_S:
             state.unknown_at_s = None

@@ -95,7 +95,7 @@ class Rise(msgspec.Struct, kw_only=True):
 
 
 SHIFTS = 0.05, 0.2, 0.6
-"""Natural logarithms by which a withheld slice's median may be the lower one."""
+"""Natural logarithms by which a withheld slice's quantile may be the lower one."""
 _VARIANCE, _VARIANCE_GAIN = 0.02, 0.02
 _LEAST_VARIANCE = 1e-5
 _LEVEL_GAIN = 0.1
@@ -107,19 +107,20 @@ _LEAST_RISE = 0.1
 """Natural logarithm: two standard deviations are no less than this."""
 
 
-class MedianTest(msgspec.Struct, kw_only=True):
-    """Whether slices beside the guest have higher medians; a Gaussian model of their logarithms."""
+class QuantileTest(msgspec.Struct, kw_only=True):
+    """Whether slices beside the guest have a higher median, or another quantile; a Gaussian model
+    of its logarithms."""
 
     wealths: list[BetWealth] = msgspec.field(default_factory=lambda: bets(len(SHIFTS)))
     """One for each shift: harm that has just begun is as likely to be of any size."""
     level: float | None = None
-    """Recent logarithm of a granted slice's median, in s."""
+    """Recent logarithm of a granted slice's quantile, in s."""
     variance: float = _VARIANCE
     """Variance of such logarithms around `level`."""
     rise: Rise = msgspec.field(default_factory=Rise)
 
-    def observe(self, median_s: float, *, withheld: bool, share: float, slice_s: float) -> None:
-        value = math.log(median_s)
+    def observe(self, quantile_s: float, *, withheld: bool, share: float, slice_s: float) -> None:
+        value = math.log(quantile_s)
         if self.level is None:
             self.level = value
             return

@@ -2,8 +2,9 @@
 
 Their rate comes from slices withheld at random. Load swings last longer than a slice, so that all
 withheld slices may miss a swing. The spread of the per-minute miss rates, granted and withheld
-requests together, estimates this sampling error. Lasting harm raises all minutes alike and adds no
-spread. Reads no clock.
+requests together, estimates this sampling error; few minutes, and few withheld slices among those
+with late requests, tell little of it. Lasting harm raises all minutes alike and adds no spread.
+Reads no clock.
 """
 
 import math
@@ -32,11 +33,13 @@ def believable_rate(
         return 0.0
     counts = [one + other for one, other in zip(granted, withheld, strict=True)]
     late = [one + other for one, other in zip(granted_late, withheld_late, strict=True)]
-    if sum(map(bool, counts)) < _LEAST_MINUTES or not sum(granted):
+    minutes = sum(map(bool, counts))
+    if minutes < _LEAST_MINUTES or not sum(granted):
         return 1.0
-    error = _sampling_error(counts, late, share=alone / sum(counts))
-    error *= math.sqrt(slice_s / _MINUTE_S)
-    believable = student(_BELIEVABLE, sum(map(bool, counts)) - 1)
+    minute_slices = _MINUTE_S / slice_s
+    error = _sampling_error(counts, late, share=alone / sum(counts)) / math.sqrt(minute_slices)
+    slices = minute_slices * _late_minutes(withheld, counts, late)
+    believable = student(_BELIEVABLE, max(1.0, min(minutes, slices) - 1.0))
     return min(1.0, _upper(sum(withheld_late), alone) + believable * error)
 
 
@@ -49,7 +52,20 @@ def _sampling_error(counts: Sequence[float], late: Sequence[float], *, share: fl
     return math.sqrt(squares * minutes / (minutes - 1) / (share * (1 - share))) / total
 
 
-def student(z: float, degrees: int) -> float:
+def _late_minutes(
+    withheld: Sequence[float], counts: Sequence[float], late: Sequence[float]
+) -> float:
+    """Withheld ones among the minutes in which requests were late: the share withheld, weighed by
+    late requests, of the effective number of such minutes (Kish, "Survey Sampling", 1965)."""
+    if not any(late):
+        return math.inf
+    weighed = sum(
+        [n * one / count for n, one, count in zip(late, withheld, counts, strict=True) if n]
+    )
+    return weighed * sum(late) / sum([n * n for n in late])
+
+
+def student(z: float, degrees: float) -> float:
     """Quantile of Student's t where the normal's is `z`: few minutes tell little of their own
     spread (Abramowitz and Stegun, 26.7.5, two terms)."""
     first = (z**3 + z) / (4 * degrees)

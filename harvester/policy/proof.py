@@ -2,14 +2,14 @@
 
 A request counts to the slice in which it arrived. Slices last ten times production's P99 time to
 first token, and requests of a slice's first and last tenth count to none, so that hardly any
-waits in slices of both kinds. Where few requests arrive they are long enough for a median. Whether
+waits in slices of both kinds. Where few requests arrive they are long enough for quartiles. Whether
 a slice is withheld depends on the seed, its time and the evidence so far, never on the load, and a
 replay withholds the same ones. This module closes no gate; it reports `withheld` and `harmful`.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import msgspec
 import xxhash
@@ -18,7 +18,7 @@ from harvester.policy.harm_test import (
     SUSPICION,
     SUSPICION_OF_NEWCOMER,
     BetWealth,
-    MedianTest,
+    QuantileTest,
     ThresholdTest,
 )
 from harvester.policy.settings import ProofSettings
@@ -38,10 +38,11 @@ _TAIL_LEAST = 100
 _SLICE_KEPT = 256
 _SLICE_RECENT = 64
 """Most latencies that one slice adds to the recent ones, which therefore span many slices."""
-_MEDIAN_LEAST = 5
-_MEDIAN_EXPECTED = 8.0
-"""Requests that a slice is long enough for: of nine slices in ten at least `_MEDIAN_LEAST` come."""
-_RATE_MEMORY_S = 3600.0
+_QUARTILES_LEAST = 5
+_QUARTILES_EXPECTED = 8.0
+"""Requests that a slice is long enough for: nine slices of ten then have the least number."""
+_RATE_MEMORY_S = 600.0
+"""A night's few requests do not make long slices of the morning's load."""
 _IMPACT_MEMORY_S = 12 * 3600.0
 
 
@@ -130,13 +131,18 @@ class Slice(msgspec.Struct, kw_only=True):
 
 
 class LatencyEvidence(msgspec.Struct, kw_only=True):
-    """Latencies of one kind, of all slices, and the two tests on them."""
+    """Latencies of one kind, of all slices, and the tests on them.
+
+    Harm to a quarter of the requests or more, short, middle or long ones, moves a quartile.
+    """
 
     granted: SliceSum = msgspec.field(default_factory=SliceSum)
     withheld: SliceSum = msgspec.field(default_factory=SliceSum)
     recent_s: list[float] = []
     """Recent latencies beside the guest."""
-    median: MedianTest = msgspec.field(default_factory=MedianTest)
+    lower_quartile: QuantileTest = msgspec.field(default_factory=QuantileTest)
+    median: QuantileTest = msgspec.field(default_factory=QuantileTest)
+    upper_quartile: QuantileTest = msgspec.field(default_factory=QuantileTest)
     p99: ThresholdTest = msgspec.field(default_factory=ThresholdTest)
     slo: ThresholdTest = msgspec.field(default_factory=ThresholdTest)
 
@@ -147,15 +153,17 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
     def add(self, done: Slice, samples: SliceSamples, *, allowed: float) -> None:
         if not samples.n:
             return
-        if len(samples.kept_s) >= _MEDIAN_LEAST:
-            median_s = sorted(samples.kept_s)[len(samples.kept_s) // 2]
-            alone_s = median_s if done.withheld else median_s / allowed
-            self.median.observe(
-                max(alone_s, 1e-9),
-                withheld=done.withheld,
-                share=done.share,
-                slice_s=done.length_s,
-            )
+        if len(samples.kept_s) >= _QUARTILES_LEAST:
+            ordered_s = sorted(samples.kept_s)
+            for quarters, quartile in enumerate(self._quartiles, start=1):
+                quartile_s = ordered_s[quarters * len(ordered_s) // 4]
+                alone_s = quartile_s if done.withheld else quartile_s / allowed
+                quartile.observe(
+                    max(alone_s, 1e-9),
+                    withheld=done.withheld,
+                    share=done.share,
+                    slice_s=done.length_s,
+                )
         for test, above in (
             (self.p99 if samples.p99_s else None, samples.above_p99),
             (self.slo, samples.misses),
@@ -175,8 +183,20 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
             some_s = samples.kept_s[:: 1 + len(samples.kept_s) // _SLICE_RECENT]
             self.recent_s = [*self.recent_s, *some_s][-_RECENT:]
 
+    @property
+    def _quartiles(self) -> tuple[QuantileTest, ...]:
+        return self.lower_quartile, self.median, self.upper_quartile
+
+    @property
     def wealths(self) -> tuple[BetWealth, ...]:
-        return *self.median.wealths, *self.p99.wealths, *self.slo.wealths
+        tests: tuple[QuantileTest | ThresholdTest, ...] = *self._quartiles, self.p99, self.slo
+        return tuple(wealth for test in tests for wealth in test.wealths)
+
+    @property
+    def evidence(self) -> float:
+        """Worth of the bets where all stakes are 1: a third of these is on the quartiles."""
+        quartiles = fmean(map(_worth, self._quartiles))
+        return fmean((quartiles, _worth(self.p99), _worth(self.slo)))
 
     def impact(self, settings: ProofSettings) -> "Impact | None":
         """The impact; None below the minimum of slices of either kind."""
@@ -242,8 +262,7 @@ class Proof:
     @property
     def evidence(self) -> float:
         """Times that the tests' stakes have grown; harvesting stops at `evidence_limit`."""
-        wealths = self._wealths()
-        return sum(wealth.stakes for wealth in wealths) / len(wealths)
+        return fmean((self.state.ttft.evidence, self.state.itl.evidence))
 
     @property
     def evidence_limit(self) -> float:
@@ -319,9 +338,6 @@ class Proof:
             # The evidence that caused the stop is spent: harvesting needs a new proof.
             self.state = ProofState()
 
-    def _wealths(self) -> tuple[BetWealth, ...]:
-        return *self.state.ttft.wealths(), *self.state.itl.wealths()
-
     def _finished(self, now: float) -> Iterator[Slice]:
         """Slices whose requests have had enough time to get their first token."""
         slices = self.state.slices
@@ -346,8 +362,10 @@ class Proof:
         number = int(now // settings.slice_s)
         waits_s = _P99_TIMES * _p99(state.ttft.recent_s)
         # Earlier slices alone decide, so that no bet is on a length that follows from its requests.
-        arrive_s = _MEDIAN_EXPECTED * state.requests_s / max(state.requests, 1.0)
-        arrive_s /= 1 - 2 * _EDGE_RATIO
+        arrive_s = 0.0
+        if state.requests >= _QUARTILES_EXPECTED:
+            arrive_s = _QUARTILES_EXPECTED * state.requests_s / state.requests
+            arrive_s /= 1 - 2 * _EDGE_RATIO
         if arrive_s > _SLICE_MOST_S:
             arrive_s = 0.0  # Too few even then.
         longest_s = max(settings.slice_s, min(_SLICE_MOST_S, max(waits_s, arrive_s)))
@@ -369,7 +387,8 @@ class Proof:
             return 0.0
         newcomer = self.state.judged_s < settings.proving_s
         suspicion = SUSPICION_OF_NEWCOMER if newcomer else SUSPICION
-        if max(wealth.newest for wealth in self._wealths()) > suspicion:
+        wealths = *self.state.ttft.wealths, *self.state.itl.wealths
+        if max(wealth.newest for wealth in wealths) > suspicion:
             return max(0.5, settings.share_ratio)
         if newcomer:
             return max(settings.proving_share_ratio, settings.share_ratio)
@@ -379,6 +398,10 @@ class Proof:
 def moved(state: ProofState) -> ProofState:
     """For another clock: without slices under way, which were not seen whole."""
     return msgspec.structs.replace(state, slices=[], ended=[])
+
+
+def _worth(test: QuantileTest | ThresholdTest) -> float:
+    return fmean(wealth.stakes for wealth in test.wealths)
 
 
 def _p99(latencies_s: list[float]) -> float:

@@ -37,8 +37,8 @@ from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import Site, gateway_on
 from weightsync import Publisher
 from weightsync.layout.names import INDEX_FILE
+from weightsync.serve.served_stores import SourceStores
 from weightsync.serve.server import ServingLimits, WeightServer
-from weightsync.serve.shelf import SourceShelf
 from weightsync.transport.location import StoreRoot
 
 CHECKOUT = Path(__file__).parents[2]
@@ -179,10 +179,10 @@ async def _weights(folder: Path) -> AsyncIterator[str]:
     """With one store of one version, without a long wait for another."""
     with Publisher(folder / "store") as publisher:
         publisher.publish({"w": torch.ones(40, 5)})
-    shelf = SourceShelf(StoreRoot(folder))
-    async with _served(WeightServer(shelf, limits=ServingLimits(wait_max_s=0.1)).app()) as url:
+    served = SourceStores(StoreRoot(folder))
+    async with _served(WeightServer(served, limits=ServingLimits(wait_max_s=0.1)).app()) as url:
         yield url
-    await shelf.close()
+    await served.close()
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from weightsync.publish.settings import ExchangeSettings
 from weightsync.publisher import Publisher
 
 
@@ -39,7 +40,9 @@ def main(rank: int, ranks: int, rendezvous: Path, store: Path, steps: int) -> No
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with Publisher(store, rank=rank, ranks=ranks, rank_timeout_s=120.0) as publisher:
+    with Publisher(
+        store, rank=rank, ranks=ranks, exchange=ExchangeSettings(rank_timeout_s=120.0)
+    ) as publisher:
         for step in range(1, steps + 1):
             published = publisher.publish(_parts(model), step=step)
             assert (published.version, published.is_full) == (step, step == 1)

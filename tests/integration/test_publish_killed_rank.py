@@ -22,7 +22,9 @@ import torch
 from harvester.contracts.errors import Exhausted
 from weightsync.encoding.codec import warm_up
 from weightsync.publisher import Publisher
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.directory_writer import WritableDirectory
+from weightsync.publish.trainer_state import ShardSlice
+from weightsync.publish.settings import ExchangeSettings
 from weightsync.layout.durable import write_durably
 
 def rank_process(store, rank, ranks, victim, trainer):
@@ -35,7 +37,8 @@ def rank_process(store, rank, ranks, victim, trainer):
         return write_durably(path, chunks)
 
     with Publisher(
-        Path(store), rank=rank, ranks=ranks, rank_timeout_s=3.0, write=write
+        WritableDirectory(Path(store), write=write),
+        rank=rank, ranks=ranks, exchange=ExchangeSettings(rank_timeout_s=3.0),
     ) as publisher:
         trainer.send("ready")
         while True:

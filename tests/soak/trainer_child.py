@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from weightsync import Publisher
 from weightsync.layout.names import Kind, VersionRef
+from weightsync.publish.settings import WorkSettings
 from weightsync.reading.store import Store
 
 _CHANGED_RATIO, _STEP_STD = 0.02, 0.01
@@ -56,7 +57,7 @@ def main(store: Path, copies: Path, job_url: str, weights: Path) -> None:
     version, state_hash = newest(store)
     say("opened", version=version, state_hash=state_hash)
     state = load_file(weights)
-    with Publisher(store, copy_dir=copies, announce=job_url) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copies), announce=job_url) as publisher:
         for line in sys.stdin:
             train(state, int(line))
             say("begun")

@@ -6,7 +6,7 @@ A hand-over is a future, a lock and often a thread to wake; most tensors are don
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 BATCH_BYTES = 4 << 20
 _BATCHES = 32
@@ -16,11 +16,6 @@ _AT_ONCE = 4
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-
-
-class Batch(NamedTuple, Generic[_T]):
-    items: list[_T]
-    size_bytes: int
 
 
 def each(
@@ -65,8 +60,8 @@ def spread(
 
 def batches(
     items: Sequence[_T], size_bytes: Callable[[_T], int], *, at_most_bytes: int | None = None
-) -> Iterator[Batch[_T]]:
-    """Neighbouring items until a batch is large enough; one over `at_most_bytes` is alone."""
+) -> Iterator[tuple[list[_T], int]]:
+    """(items, bytes) of neighbours until a batch is large enough; one over the limit is alone."""
     sizes = [size_bytes(item) for item in items]
     total = sum(sizes)
     target, limit = min(BATCH_BYTES, total // _BATCHES), at_most_bytes or total
@@ -74,12 +69,12 @@ def batches(
     batch_bytes = 0
     for item, size in zip(items, sizes, strict=True):
         if batch and batch_bytes + size > limit:
-            yield Batch(batch, batch_bytes)
+            yield batch, batch_bytes
             batch, batch_bytes = [], 0
         batch.append(item)
         batch_bytes += size
         if batch_bytes >= target:
-            yield Batch(batch, batch_bytes)
+            yield batch, batch_bytes
             batch, batch_bytes = [], 0
     if batch:
-        yield Batch(batch, batch_bytes)
+        yield batch, batch_bytes

@@ -145,7 +145,7 @@ def _pick_tile(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Ro
         put_lanes(room.far, fars, other, first - np.uint64(start))
         fars += lane_count(other)
     far_positions = room.far[:fars]
-    far_gap_bytes, far_after = _write_gaps(
+    far_gap_bytes, far_after = write_gaps(
         far_positions, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
     )
     _write_differences(old, new, start, far_positions, mask, room.far_planes, scan.far)
@@ -200,8 +200,8 @@ def _scan_tile(
         old, new, start, stop, mask, room.small, minus, room.far, likely_small, likely_far
     )
     small, far = room.small[:smalls], room.far[:fars]
-    gap_bytes, after = _write_gaps(small, start, scan.after, room.gaps, scan.gap_bytes)
-    far_gap_bytes, far_after = _write_gaps(
+    gap_bytes, after = write_gaps(small, start, scan.after, room.gaps, scan.gap_bytes)
+    far_gap_bytes, far_after = write_gaps(
         far, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
     )
     _write_differences(old, new, start, far, mask, room.far_planes, scan.far)
@@ -262,8 +262,10 @@ def _find_changes(
 
 
 @compiled
-def _write_gaps(found: Offsets, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
-    """Write the gaps before ascending positions, from `at` on.
+def write_gaps(
+    found: npt.NDArray[np.integer], start: int, after: int, gaps: Bytes, at: int
+) -> tuple[int, int]:
+    """Write the gaps before ascending positions, counted from `start`, from byte `at` on.
 
     Returns (next byte, position after the last change). Unsigned throughout: an index that may be
     negative costs a test.

@@ -251,9 +251,8 @@ def _warm_up(width_bytes: int) -> None:
     payloads = np.frombuffer(
         plain_payload(old[: small.elements], new[: small.elements]).payload, np.uint8
     )
-    for plain in plain_deltas(payloads, [(0, payloads.size)], [small]):
-        assert plain is not None
-        checked_apply(plain, old[: small.elements].copy())
+    plain = plain_deltas(payloads, {"": (0, payloads.size)}, {"": small})
+    checked_apply(plain[""], old[: small.elements].copy())
 
 
 def encode_dense(new: Bits) -> bytes:

@@ -5,7 +5,7 @@ model may have tens of thousands of them. The payload is byte for byte codec.py'
 is left to codec.py, which also reports its faults.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -65,24 +65,22 @@ class PlainDelta:
 
 
 def plain_deltas(
-    data: Bytes, places: Sequence[tuple[int, int]], specs: Sequence[TensorSpec]
-) -> list[PlainDelta | None]:
-    """Deltas of `rosemux` payloads at (begin, end) `places` in `data`, whose memory they share;
-    None for a payload that is not plain, whether valid or not."""
+    data: Bytes, offsets: Mapping[str, tuple[int, int]], specs: Mapping[str, TensorSpec]
+) -> dict[str, PlainDelta]:
+    """Deltas of the `rosemux` payloads of tensors of `specs`, at (begin, end) `offsets` in `data`,
+    whose memory they share; without payloads that are not plain, whether valid or not."""
     payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
-    elements = [spec.elements for spec in specs]
+    elements = [spec.elements for spec in specs.values()]
     rows = np.zeros((len(specs), _COLUMNS), dtype=np.int64)
     _read_all(
         payloads,
-        np.array(places, dtype=np.int64).reshape(-1, 2),
+        np.array([offsets[name] for name in specs], dtype=np.int64).reshape(-1, 2),
         np.array(elements, dtype=np.int64),
-        np.array([spec.width_bytes for spec in specs], dtype=np.int64),
+        np.array([spec.width_bytes for spec in specs.values()], dtype=np.int64),
         rows,
     )
-    return [
-        PlainDelta(count, payloads, row) if is_plain else None
-        for count, row, is_plain in zip(elements, rows, rows[:, _IS_PLAIN].tolist(), strict=True)
-    ]
+    found = zip(specs, elements, rows, rows[:, _IS_PLAIN].tolist(), strict=True)
+    return {name: PlainDelta(count, payloads, row) for name, count, row, plain in found if plain}
 
 
 @compiled

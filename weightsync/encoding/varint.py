@@ -24,24 +24,20 @@ class PayloadReader:
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
-        self._at = 0
-
-    @property
-    def at(self) -> int:
+        self.at = 0
         """The next byte."""
-        return self._at
 
     def take(self, length: int) -> memoryview:
-        end = self._at + length
+        end = self.at + length
         if end > len(self._payload):
             raise Corrupt(f"payload of {len(self._payload)} bytes ends before byte {end}")
-        piece = self._payload[self._at : end]
-        self._at = end
+        piece = self._payload[self.at : end]
+        self.at = end
         return piece
 
     def number(self, *, at_most: int) -> int:
         """A varint that may not exceed `at_most`."""
-        payload, at, value = self._payload, self._at, 0
+        payload, at, value = self._payload, self.at, 0
         for shift in range(0, 7 * MAX_BYTES, 7):
             if at == len(payload):
                 raise Corrupt(f"payload of {at} bytes ends inside a number")
@@ -52,14 +48,14 @@ class PayloadReader:
                 break
         else:
             raise Corrupt(f"number longer than {MAX_BYTES} bytes")
-        self._at = at
+        self.at = at
         if value > at_most:
             raise Corrupt(f"number {value} where at most {at_most} is possible")
         return value
 
     def finish(self) -> None:
-        if self._at != len(self._payload):
-            raise Corrupt(f"{len(self._payload) - self._at} bytes after the end of the payload")
+        if self.at != len(self._payload):
+            raise Corrupt(f"{len(self._payload) - self.at} bytes after the end of the payload")
 
 
 @compiled

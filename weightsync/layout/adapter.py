@@ -74,6 +74,11 @@ class Adapter:
         )
 
 
+def base_of(record: AdapterRecord) -> Base:
+    version = WeightVersion(record.base_version)
+    return Base(store=record.base_store, version=version, state_hash=record.base_state_hash)
+
+
 def check_base(manifest: Manifest, held: Base | None) -> None:
     """Refuses an adapter for another base than `held`, and takes weights for no adapter.
 

@@ -84,6 +84,11 @@ def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, Tensor
         yield shard
 
 
+def widest_first(layout: Layout) -> Layout:
+    """The tensors in such an order that each begins at a multiple of its element."""
+    return dict(sorted(layout.items(), key=lambda part: (-part[1].width_bytes, part[0])))
+
+
 def shard_chunks(
     layout: Layout,
     read: Callable[[str], Any],
@@ -142,7 +147,7 @@ def _head(layout: Layout, metadata: Mapping[str, str]) -> bytes:
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
-def header_length(prefix: bytes) -> int:
+def header_length(prefix: bytes | bytearray) -> int:
     """Length of the header that follows these first 8 bytes; raises Corrupt."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) != _LENGTH_BYTES or length > MAX_HEADER_BYTES:
@@ -150,7 +155,7 @@ def header_length(prefix: bytes) -> int:
     return length
 
 
-def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
+def parsed_header(raw: bytes | bytearray, *, file_bytes: int) -> ShardHeader:
     """Parse the header `raw` of a file of `file_bytes` bytes; raises Corrupt if it is invalid."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -199,7 +204,9 @@ def _unpacked_header(raw: bytes, *, start: int, file_bytes: int) -> ShardHeader:
     return ShardHeader(layout, offsets, dict(zip(table.names, table.checksums, strict=True)))
 
 
-def _check_filled(raw: bytes, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
+def _check_filled(
+    raw: bytes | bytearray, offsets: Mapping[str, tuple[int, int]], file_bytes: int
+) -> None:
     """Raises Corrupt unless the tensors fill the file, as safetensors' own reader demands. A name
     that occurs twice counts with its last entry, so that the bytes of the first are a gap."""
     at = _LENGTH_BYTES + len(raw)

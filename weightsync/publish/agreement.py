@@ -11,15 +11,16 @@
 A publisher without other ranks exchanges them with itself. Pure: no file, socket or clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import TensorSpec
+from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.manifest import FileRecord
+from weightsync.layout.manifest import FileRecord, IndexSection, Manifest
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.publish.last_published import Contents
 
@@ -148,6 +149,36 @@ def merged_contents(held: Sequence[RankEntries]) -> tuple[Contents, SkippedEntri
     except Corrupt as error:
         raise ConfigError(f"{error}: every rank has to publish its slices") from error
     return whole, SkippedEntries(skipped)
+
+
+def version_manifest(
+    version: WeightVersion,
+    base: WeightVersion | None,
+    encoding: Encoding,
+    section: IndexSection,
+    shards: Sequence[Shard],
+    names: Mapping[str, str],
+) -> Manifest:
+    """The index of a version, or of a skip delta to it, made of these shards.
+
+    `base`: None for a full version. `section`: without what depends on the shards. `names`: the
+    final name of each file.
+    """
+    others = {
+        entry: other
+        for shard in shards
+        for entry, other in shard.encodings.items()
+        if base and other is not encoding
+    }
+    files = {names[shard.file]: shard.record for shard in shards}
+    return Manifest(
+        version=version,
+        base_version=base,
+        delta_encoding=encoding if base else None,
+        checksum_format=ALGORITHM,
+        weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
+        section=msgspec.structs.replace(section, files=files, encodings=others),
+    )
 
 
 def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str, str]:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from random import Random
 
@@ -121,13 +122,8 @@ class Announcer:
                 warned = True
             else:
                 del self.faults[url]
-                return _state_of(reply)
+                with suppress(*UNDECODABLE):  # The gateway has accepted the version anyway.
+                    if not msgspec.json.decode(reply, type=VersionSwitched).active:
+                        return AnnounceState.NOT_ACTIVE
+                return AnnounceState.SERVED
             await asyncio.sleep(backoff.wait_s() or _LIMITS.wait_max_s)
-
-
-def _state_of(reply: bytes) -> AnnounceState:
-    try:
-        active = msgspec.json.decode(reply, type=VersionSwitched).active
-    except UNDECODABLE:
-        active = True  # The gateway has accepted the version anyway.
-    return AnnounceState.SERVED if active else AnnounceState.NOT_ACTIVE

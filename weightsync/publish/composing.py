@@ -20,21 +20,20 @@ from harvester.contracts.errors import Exhausted, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.batches import BATCH_BYTES, spread
 from weightsync.elements.bits import Layout
-from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoded, Encoding, composed
 from weightsync.layout.adapter import MAX_CONFIG_BYTES
 from weightsync.layout.manifest import IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Kind, VersionRef
-from weightsync.publish.agreement import Shard
+from weightsync.publish.agreement import Shard, version_manifest
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.store_writer import DeltaDraft
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool, SpooledFile, StagedFile
 from weightsync.reading.store import Store
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
-ROOM_BYTES = 64 << 20
+BUDGET_BYTES = 64 << 20
 """Half of it for a skip delta that waits in memory; a larger one waits in a file."""
 _MOST_OF_DENSE = 0.5
 """Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
@@ -44,7 +43,6 @@ _MAX_PAYLOADS = 1 << 19
 _SHARD_BYTES = 32 << 20
 _MOST_THREADS = 8
 """A server composes on half of its cores, since a store is often beside its trainer."""
-_ENCODING = Encoding.ROSEMUX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +55,9 @@ class SkipDelta:
 
     def manifest(self, names: Mapping[str, str]) -> Manifest:
         """The index; `names`: the final name of each file."""
-        shards = self.shards
-        encodings = {e: encoding for shard in shards for e, encoding in shard.encodings.items()}
-        others = {e: encoding for e, encoding in encodings.items() if encoding is not _ENCODING}
-        files = {names[shard.file]: shard.record for shard in shards}
-        return Manifest(
-            version=self.ref.version,
-            base_version=self.ref.base,
-            delta_encoding=_ENCODING,
-            checksum_format=ALGORITHM,
-            weight_map={e: names[shard.file] for shard in shards for e in shard.encodings},
-            section=msgspec.structs.replace(self.section, files=files, encodings=others, slices={}),
-        )
+        section = msgspec.structs.replace(self.section, slices={})
+        version, base = self.ref.version, self.ref.base
+        return version_manifest(version, base, Encoding.ROSEMUX, section, self.shards, names)
 
 
 class SpoolDraft(DeltaDraft):
@@ -76,7 +65,7 @@ class SpoolDraft(DeltaDraft):
 
     def __init__(self, directory: Path | None = None) -> None:
         self.files: dict[str, SpooledFile] = {}
-        self._spool = Spool(MemoryRoom(ROOM_BYTES), directory)
+        self._spool = Spool(MemoryBudget(BUDGET_BYTES), directory)
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
         parts = [np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks]
@@ -96,7 +85,7 @@ def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mappin
     """
     store, draft = Store(source), SpoolDraft()
     layout = _layout(store, ref.version)
-    spool = Spool(MemoryRoom(ROOM_BYTES))
+    spool = Spool(MemoryBudget(BUDGET_BYTES))
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     skip = composed_skip(
         store, ref, layout, spool, draft, shard_bytes=_SHARD_BYTES, threads=threads, until=until
@@ -172,7 +161,7 @@ def _payloads(
     for ref, manifest in chain:
         for shard in manifest.shards:
             _check_open(until)
-            copy = store.shard(ref, manifest, shard, spool, lent_bytes=ROOM_BYTES)
+            copy = store.shard(ref, manifest, shard, spool, lent_bytes=BUDGET_BYTES)
             copy.fetch()
             header = copy.header()
             digests |= header.metadata

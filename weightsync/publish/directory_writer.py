@@ -11,9 +11,9 @@ file, and every publisher reads that before it changes what readers see.
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,9 +25,11 @@ from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import refusals, write_durably
 from weightsync.layout.names import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare, final_names
-from weightsync.publish.store_writer import Draft, FileWriter
+from weightsync.publish.store_writer import Draft
 from weightsync.reading.store import Store
 
+FileWriter: TypeAlias = Callable[[Path, Iterable[Any]], int]
+"""Writes a new file durably; returns its size in bytes."""
 _LOCK_FILE = ".publisher-lock"
 _FULL_FILE_BYTES = 1 << 37
 """Half of what readers take as one file."""

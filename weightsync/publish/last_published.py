@@ -7,7 +7,7 @@ otherwise it is discarded. Never reads a trainer's tensor twice.
 
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.durable import storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.intake import Intake, Piece
+from weightsync.publish.trainer_state import Piece, TrainerState
 
 _LOG = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
@@ -172,28 +172,28 @@ class LastPublished:
         """An entry and the names that are tied to it."""
         return (entry, *(name for name, first in self.ties.items() if first == entry))
 
-    def fits(self, intake: Intake) -> bool:
+    def fits(self, state: TrainerState) -> bool:
         """Whether a state dict has the same entries; always True for an iterable."""
-        if not intake.is_lasting:
+        if not state.is_lasting:
             return True
-        coming = {piece.entry: (piece.spec, piece.record) for piece in intake.pieces}
+        coming = {piece.entry: (piece.spec, piece.record) for piece in state.pieces}
         here = {
             entry: (spec, self.contents.slices.get(entry))
             for entry, spec in self._specs.items()
             if entry not in self.skipped
         }
-        return intake.ties == self.ties and here == {
+        return state.ties == self.ties and here == {
             entry: what for entry, what in coming.items() if entry not in self.skipped
         }
 
-    def fill(self, intake: Intake, pool: Executor) -> None:
+    def fill(self, state: TrainerState, pool: Executor) -> None:
         """Copy all tensors; `hold` then sets their version."""
         self.forget()
         specs: dict[str, TensorSpec] = {}
         slices: dict[str, SliceRecord] = {}
 
         def noted() -> Iterator[Piece]:
-            for piece in intake:
+            for piece in state:
                 if piece.entry in specs:
                     raise ConfigError(f"{piece.entry} is given twice")
                 specs[piece.entry] = piece.spec
@@ -205,7 +205,7 @@ class LastPublished:
             self._bits = {piece.entry: piece.bits(own=True) for piece in noted()}
         else:
             self._bits = self._file.fill(noted())
-        self._specs, self.ties = specs, dict(intake.ties)
+        self._specs, self.ties = specs, dict(state.ties)
         digests = digests_of(specs, specs, self.bits, pool)
         digests |= {name: digests[first] for name, first in self.ties.items()}
         self._know(slices, digests)
@@ -228,9 +228,9 @@ class LastPublished:
         self.version = None
         for shard in shards:
             header = shard_header(shard)
-
             moving = [entry for entry in header.layout if entry in self._bits]
-            plain = self._plain(moving, shard, header, encodings)
+            ours = {e: self._specs[e] for e in moving if encodings[e] is Encoding.ROSEMUX}
+            plain = plain_deltas(shard, header.offsets, ours)
 
             def move(
                 entry: str,
@@ -246,19 +246,6 @@ class LastPublished:
                 apply_own(encodings[entry], payload, self._specs[entry], bits)
 
             each(pool, move, moving, lambda entry: self._specs[entry].size_bytes)
-
-    def _plain(
-        self,
-        entries: Sequence[str],
-        shard: Bytes,
-        header: ShardHeader,
-        encodings: Mapping[str, Encoding],
-    ) -> dict[str, PlainDelta]:
-        ours = [entry for entry in entries if encodings[entry] is Encoding.ROSEMUX]
-        found = plain_deltas(
-            shard, [header.offsets[entry] for entry in ours], [self._specs[e] for e in ours]
-        )
-        return {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
 
     def commit(
         self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
@@ -286,13 +273,15 @@ class LastPublished:
             skipped=sorted(self.skipped),
         )
 
-    def adopt(self, file: MappedFile, latest: int, state_hash: str, pool: Executor) -> None:
+    def adopt(self, latest: int, state_hash: str, pool: Executor) -> None:
         """Take over an earlier process's copy, if it is exactly the store's newest version."""
+        if self._file is None:
+            return
         try:
-            record = msgspec.json.decode(file.recorded(), type=_Record)
+            record = msgspec.json.decode(self._file.recorded(), type=_Record)
             found = (record.format, record.version, record.state_hash)
             if found == (RECORD_FORMAT, latest, state_hash):
-                self._take_over(file, record)
+                self._take_over(self._file, record)
                 if self.is_true(pool):
                     self.version, self.state_hash = WeightVersion(record.version), state_hash
                     return

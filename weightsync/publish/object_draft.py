@@ -19,7 +19,7 @@ import numpy as np
 from harvester.contracts.errors import Stale
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import refusals
-from weightsync.transport.objects import Objects
+from weightsync.transport.objects import ObjectStore
 
 _FULL_FILE_BYTES = 1 << 30
 _READ_BYTES = 4 << 20
@@ -30,7 +30,7 @@ class ObjectDraft:
 
     full_file_bytes = _FULL_FILE_BYTES
 
-    def __init__(self, objects: Objects, prefix: str, *, streams: int, spool_dir: Path) -> None:
+    def __init__(self, objects: ObjectStore, prefix: str, *, streams: int, spool_dir: Path) -> None:
         self._objects = objects
         self._prefix = prefix
         self._spool_dir = spool_dir
@@ -40,7 +40,9 @@ class ObjectDraft:
         self._is_closed = Event()
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
-        self._raise_early()
+        # A failed upload's error is raised now, so that no more is encoded in vain.
+        for upload in filter(Future.done, self._uploads):
+            upload.result()
         with refusals(self._spool_dir):
             spool = tempfile.TemporaryFile(dir=self._spool_dir)  # noqa: SIM115 - until `close`
             self._spools[file] = spool
@@ -70,28 +72,14 @@ class ObjectDraft:
             spool.close()
 
     def _start(self, file: str, read: Callable[[], Iterator[Any]]) -> None:
-        path, chunks = self._prefix + file, _Interruptible(read, self._is_closed)
+        def chunks() -> Iterator[Any]:
+            for chunk in read():
+                if self._is_closed.is_set():
+                    raise Stale("this version was given up")
+                yield chunk
+
+        path = self._prefix + file
         self._uploads.append(self._pool.submit(self._objects.upload, path, chunks))
-
-    def _raise_early(self) -> None:
-        """Raise a failed upload's error now, so that no more is encoded in vain."""
-        for upload in self._uploads:
-            if upload.done():
-                upload.result()
-
-
-class _Interruptible:
-    """Restarts `read` at each iteration, until the draft is closed."""
-
-    def __init__(self, read: Callable[[], Iterator[Any]], stop: Event) -> None:
-        self._read = read
-        self._stop = stop
-
-    def __iter__(self) -> Iterator[Any]:
-        for chunk in self._read():
-            if self._stop.is_set():
-                raise Stale("this version was given up")
-            yield chunk
 
 
 def _pieces(handle: int) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ from weightsync.publish.agreement import Shard, WrittenShare
 from weightsync.publish.object_draft import ObjectDraft
 from weightsync.publish.store_writer import StoreWriter
 from weightsync.reading.store import Store
-from weightsync.transport.objects import Objects
+from weightsync.transport.objects import ObjectStore
 
 OWNER_FILE = ".publisher"
 _OURS = re.compile(r"[0-9a-f]{8}-rank-\d{5,}-\d{5,}\.safetensors\Z", re.ASCII)
@@ -45,7 +45,7 @@ _SWEEPING = RetryLimits(give_up_s=5.0, attempts_max=3)
 """Leftovers may wait for the next sweep."""
 
 
-class WritableObjects:
+class WritableObjectStore:
     """`spool_dir` holds deltas that await upload; default is this machine's temporary directory."""
 
     def __init__(
@@ -57,7 +57,7 @@ class WritableObjects:
         spool_dir: Path | None = None,
     ) -> None:
         self._url = url
-        self._objects = Objects(url, retries=retries)
+        self._objects = ObjectStore(url, retries=retries)
         self._streams = streams
         self._spool_dir = spool_dir or Path(tempfile.gettempdir())
         self.ranks_dir: Path | None = None
@@ -66,7 +66,7 @@ class WritableObjects:
         return Store(self._url)
 
     def writer(self) -> "ObjectWriter":
-        return ObjectWriter(self._objects, Objects(self._url, retries=_SWEEPING), self.reader())
+        return ObjectWriter(self._objects, ObjectStore(self._url, retries=_SWEEPING), self.reader())
 
     def draft(self, begun: str) -> ObjectDraft:
         ref, attempt = _parts(begun)
@@ -77,7 +77,7 @@ class WritableObjects:
 class ObjectWriter(StoreWriter):
     """`sweeping` are the same objects, with fewer retries."""
 
-    def __init__(self, objects: Objects, sweeping: Objects, store: Store) -> None:
+    def __init__(self, objects: ObjectStore, sweeping: ObjectStore, store: Store) -> None:
         self._objects = objects
         self._sweeping = sweeping
         self.store = store
@@ -95,7 +95,7 @@ class ObjectWriter(StoreWriter):
         with suppress(Corrupt):
             numbers.append(self.store.latest() or WeightVersion(0))
         newest = max(numbers, default=WeightVersion(0))
-        while self._is_there(f"{_weight(newest + 1).directory}/{INDEX_FILE}"):
+        while self._objects.has(f"{_weight(newest + 1).directory}/{INDEX_FILE}"):
             newest = WeightVersion(newest + 1)
         return newest
 
@@ -176,18 +176,11 @@ class ObjectWriter(StoreWriter):
     def _sweep_strangers(self) -> None:
         """Delete attempts of earlier publishers, whether they were killed or still run."""
         for ref, files in _by_version(self._objects.sizes()).items():
-            if INDEX_FILE in files or self._is_there(f"{ref.directory}/{INDEX_FILE}"):
+            if INDEX_FILE in files or self._objects.has(f"{ref.directory}/{INDEX_FILE}"):
                 continue
             ours = {READY_FILE, CONFIG_FILE, FULL_SHARD_FILE}
             doomed = [file for file in files if file in ours or _OURS.match(file)]
             self._objects.remove(f"{ref.directory}/{file}" for file in doomed)
-
-    def _is_there(self, path: str) -> bool:
-        try:
-            self._objects.size_bytes(path)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _rename(self, begun: str, path: str, to: str) -> None:
         """Rename the single file of an adapter by a copy; it is small."""
@@ -196,7 +189,7 @@ class ObjectWriter(StoreWriter):
         self._objects.copy(path, to)
         self._objects.remove([path])
 
-    def _check_owner(self, objects: Objects) -> None:
+    def _check_owner(self, objects: ObjectStore) -> None:
         try:
             found = objects.read(OWNER_FILE, 0, len(self._owner))
         except FileNotFoundError:

@@ -29,7 +29,7 @@ class RankExchange(Protocol):
         """Rank 0's message; the other ranks pass None."""
 
 
-class Alone:
+class SingleRank:
     """The single rank of an unsharded trainer, which talks to itself."""
 
     rank = 0

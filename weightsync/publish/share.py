@@ -7,7 +7,7 @@ encodes while finished ones are written. The copy advances only after the store 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
@@ -23,43 +23,35 @@ from weightsync.publish.agreement import (
     entries_of,
 )
 from weightsync.publish.delta_shards import ShardFiles, full_shards
-from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
+from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import Draft
+from weightsync.publish.trainer_state import Piece, TrainerState
 
 _BATCH_BYTES = 1 << 20
 _SMALL_BYTES = 8 << 10
 """Mean tensor size of a batch up to which it is compared inline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    entry: str
-    encoded: Encoded | None
-    """None if nothing changed."""
+Compared: TypeAlias = tuple[str, Encoded | None]
+"""An entry and its change; None if nothing changed."""
 
 
 class StateComparison:
     """Compares in batches: a hand-over takes longer than comparing a small tensor.
 
     Batches of tensors that take longer in Python than in a compiled loop are compared inline, since
-    threads would only wait for each other's interpreter lock. `in_flight_bytes` bounds the bytes
-    held at a time, above one batch per thread.
+    threads would only wait for each other's interpreter lock. `in_flight_bytes` of `work` bounds
+    the bytes held at a time, above one batch per thread.
     """
 
     def __init__(
-        self,
-        compare: Callable[[str, Bits], Compared],
-        pool: Executor,
-        *,
-        threads: int,
-        in_flight_bytes: int,
+        self, compare: Callable[[str, Bits], Compared], pool: Executor, work: WorkSettings
     ) -> None:
         self._compare = compare
         self._pool = pool
-        self._threads = threads
-        self._in_flight_bytes = in_flight_bytes
-        self._batch_bytes = min(_BATCH_BYTES, in_flight_bytes // (2 * threads))
+        self._work = work
+        self._batch_bytes = min(_BATCH_BYTES, work.in_flight_bytes // (2 * work.threads))
         self._waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
         self._held_bytes = 0
         self._open: list[tuple[str, Bits]] = []
@@ -68,8 +60,8 @@ class StateComparison:
     def make_room(self, size_bytes: int) -> Iterator[Compared]:
         """Yield finished results until `size_bytes` more fit."""
         while (
-            len(self._waiting) >= self._threads
-            and self._held_bytes + size_bytes > self._in_flight_bytes
+            len(self._waiting) >= self._work.threads
+            and self._held_bytes + size_bytes > self._work.in_flight_bytes
         ):
             done_bytes, done = self._waiting.popleft()
             yield from done()
@@ -102,38 +94,34 @@ class StateComparison:
 
 
 class RankShare:
-    """`in_flight_bytes` bounds the tensors compared at a time, above one per thread."""
+    """Compares and encodes within the bounds of `work`, on `pool`."""
 
     def __init__(
         self,
         copy: LastPublished,
+        encoding: Encoding,
+        work: WorkSettings,
         *,
         rank: int,
-        encoding: Encoding,
         pool: Executor,
-        threads: int,
-        in_flight_bytes: int,
-        shard_bytes: int,
     ) -> None:
         self._copy = copy
-        self._rank = rank
         self._encoding = encoding
+        self._work = work
+        self._rank = rank
         self._pool = pool
-        self._threads = threads
-        self._in_flight_bytes = in_flight_bytes
-        self._shard_bytes = shard_bytes
         self._is_reported = False
 
-    def report(self, intake: Intake) -> RankReport:
-        """The base that a delta of `intake` can build on."""
-        if self._copy.version is None or not self._copy.fits(intake):
+    def report(self, state: TrainerState) -> RankReport:
+        """The base that a delta of `state` can build on."""
+        if self._copy.version is None or not self._copy.fits(state):
             return RankReport(0, "")
         entries = None if self._is_reported else entries_of(self._copy.contents)
         return RankReport(self._copy.version, self._copy.state_hash, entries)
 
-    def take(self, intake: Intake) -> RankEntries:
+    def take(self, state: TrainerState) -> RankEntries:
         """Copy all tensors, for a full version."""
-        self._copy.fill(intake, self._pool)
+        self._copy.fill(state, self._pool)
         return entries_of(self._copy.contents)
 
     def write_full(self, draft: Draft) -> WrittenShare:
@@ -156,22 +144,22 @@ class RankShare:
             raise Corrupt("the publisher's copy is not its last version; a full version follows")
         return self.write_full(draft)
 
-    def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
+    def write_delta(self, draft: Draft, state: TrainerState) -> WrittenShare:
         """Write what differs from the copy; raises ConfigError if an iterable has other entries."""
         files = ShardFiles(
             draft,
             rank=self._rank,
-            limit_bytes=self._shard_bytes,
+            limit_bytes=self._work.shard_bytes,
             may_pack=self._encoding is Encoding.ROSEMUX,
         )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
-        for found in self._compared(intake, expected):
-            if found.encoded is None:
+        for entry, encoded in self._compared(state, expected):
+            if encoded is None:
                 continue
-            for name in self._copy.names_of(found.entry):
-                digests[name] = found.encoded.digest
-                files.add(name, found.encoded)
+            for name in self._copy.names_of(entry):
+                digests[name] = encoded.digest
+                files.add(name, encoded)
         if expected:
             raise self._other_layout(f"{min(expected)} is missing")
         return WrittenShare(files.finish(), digests)
@@ -195,16 +183,14 @@ class RankShare:
         self._copy.commit(version, outcome.state_hash, written.digests)
         self._is_reported = True
 
-    def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
-        """Compare in the order of the intake; removes each entry from `expected`."""
-        comparison = StateComparison(
-            self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
-        )
-        for piece in intake:
+    def _compared(self, state: TrainerState, expected: set[str]) -> Iterator[Compared]:
+        """Compare in the order of the state; removes each entry from `expected`."""
+        comparison = StateComparison(self._compare, self._pool, self._work)
+        for piece in state:
             if piece.entry in self._copy.skipped:
                 continue
             # A state dict was checked whole when it was offered.
-            if not intake.is_lasting:
+            if not state.is_lasting:
                 self._check(piece)
             if piece.entry in self._copy.ties:
                 raise self._other_layout(
@@ -214,16 +200,14 @@ class RankShare:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)
             yield from comparison.make_room(piece.spec.size_bytes)
-            comparison.add(piece.entry, piece.bits(own=not intake.is_lasting))
+            comparison.add(piece.entry, piece.bits(own=not state.is_lasting))
         yield from comparison.finish()
 
     def _compare(self, entry: str, new: Bits) -> Compared:
         old = self._copy.bits(entry)
         if self._encoding is Encoding.ROSEMUX:
-            encoded = encode(old, new)
-        else:
-            encoded = encode_as(self._encoding, old, new)
-        return Compared(entry, encoded)
+            return entry, encode(old, new)
+        return entry, encode_as(self._encoding, old, new)
 
     def _check(self, piece: Piece) -> None:
         contents = self._copy.contents

@@ -7,7 +7,6 @@ costs only their absence. Rank 0 makes them for all ranks.
 
 import logging
 from contextlib import closing, suppress
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 
@@ -15,10 +14,11 @@ from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.publish.composing import ROOM_BYTES, SkipDelta, SpoolDraft, composed_skip
+from weightsync.publish.composing import BUDGET_BYTES, SkipDelta, SpoolDraft, composed_skip
+from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import WritableStore
 from weightsync.publish.version_writer import StoreFull, VersionWriter
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 
@@ -44,15 +44,13 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
 
 
 class SkipDeltaWriter:
-    """Belongs to the thread that publishes; `spool_dir` holds what is too large for the memory:
-    deltas while they are read, and skip deltas until they are written."""
+    """Belongs to the thread that publishes; `spool_dir` of `work` holds what is too large for the
+    memory: deltas while they are read, and skip deltas until they are written."""
 
-    def __init__(
-        self, store: WritableStore, lead: VersionWriter, *, shard_bytes: int, spool_dir: Path | None
-    ) -> None:
+    def __init__(self, store: WritableStore, lead: VersionWriter, work: WorkSettings) -> None:
         self._store = store
         self._lead = lead
-        self._maker = _Maker(store.reader(), shard_bytes, spool_dir)
+        self._maker = _Maker(store.reader(), work)
         # A daemon thread, so that no trainer's exit waits for it. It holds no lock on the store.
         self._thread = Thread(target=self._maker.run, name="weight-skip", daemon=True)
 
@@ -105,20 +103,19 @@ class SkipDeltaWriter:
 class _Maker:
     """Composes the skip deltas put into `due` in a separate thread, until None is put."""
 
-    def __init__(self, reader: Store, shard_bytes: int, spool_dir: Path | None) -> None:
+    def __init__(self, reader: Store, work: WorkSettings) -> None:
         self.reader = reader
-        self._shard_bytes = shard_bytes
+        self._work = work
         self.due: SimpleQueue[tuple[WeightVersion, WeightVersion, Layout] | None] = SimpleQueue()
         self.made: SimpleQueue[SkipDelta] = SimpleQueue()
         self.is_closed = Event()
-        self._spool_dir = spool_dir
 
     def run(self) -> None:
         while (due := self.due.get()) is not None:
             self._make(*due)
 
     def _make(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> None:
-        spool = Spool(MemoryRoom(ROOM_BYTES), self._spool_dir)
+        spool = Spool(MemoryBudget(BUDGET_BYTES), self._work.spool_dir)
         try:
             ref = VersionRef(Kind.SKIP, version, base)
             found = composed_skip(
@@ -126,8 +123,8 @@ class _Maker:
                 ref,
                 layout,
                 spool,
-                SpoolDraft(self._spool_dir),
-                shard_bytes=self._shard_bytes,
+                SpoolDraft(self._work.spool_dir),
+                shard_bytes=self._work.shard_bytes,
                 until=self.is_closed,
             )
             self.made.put(found)

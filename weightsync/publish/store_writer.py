@@ -7,22 +7,19 @@ A version appears whole or not at all. A kill at any byte leaves the previous ve
 the next writer sweeps the leftovers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bytes
-from weightsync.layout.durable import write_durably
 from weightsync.layout.names import VersionRef
 from weightsync.publish.agreement import WrittenShare
 from weightsync.reading.store import Store
 
-FileWriter: TypeAlias = Callable[[Path, Iterable[Any]], int]
-"""Writes a new file durably; returns its size in bytes."""
 WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
 """Schemes whose stores show an object only once it is complete, and replace it atomically: with
 others, a kill could leave half of LATEST."""
@@ -114,22 +111,18 @@ class WritableStore(Protocol):
         """Raises PeerProtocolError for a name that `begin` does not give."""
 
 
-def writable_store(
-    location: Path | str, *, write: FileWriter = write_durably, spool_dir: Path | None = None
-) -> WritableStore:
-    """Raises ConfigError for a location that cannot be published to.
-
-    `write` is the writer for files of a directory; `spool_dir` holds deltas that await upload.
-    """
+def writable_store(location: Path | str, *, spool_dir: Path | None = None) -> WritableStore:
+    """Raises ConfigError for a location that cannot be published to. `spool_dir` holds deltas that
+    await upload."""
     if not location:
         raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or "://" not in location:
         from weightsync.publish.directory_writer import WritableDirectory
 
-        return WritableDirectory(Path(location), write=write)
+        return WritableDirectory(Path(location))
     scheme = location.partition("://")[0].lower()
     if scheme in _LOCAL:
-        return writable_store(Path(url2pathname(urlsplit(location).path)), write=write)
+        return writable_store(Path(url2pathname(urlsplit(location).path)))
     if scheme in {"http", "https"}:
         raise ConfigError(
             f"{location}: weight servers only read; publish to the directory that they serve"
@@ -139,9 +132,9 @@ def writable_store(
             f"{location}: {scheme} is not known to replace an object in one piece; publish to a "
             f"directory, or to one of {', '.join(sorted(WHOLE_PUTS))}"
         )
-    from weightsync.publish.object_writer import WritableObjects
+    from weightsync.publish.object_writer import WritableObjectStore
 
-    return WritableObjects(location, spool_dir=spool_dir)
+    return WritableObjectStore(location, spool_dir=spool_dir)
 
 
 def store_name(location: Path | str) -> str:

@@ -19,8 +19,7 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
-from weightsync.elements.state_hash import ALGORITHM, combined
-from weightsync.encoding.codec import Encoding
+from weightsync.elements.state_hash import combined
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import INDEX_FORMAT, IndexSection, Manifest, encoded_manifest
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
@@ -35,9 +34,11 @@ from weightsync.publish.agreement import (
     common_version,
     merged_contents,
     reported_contents,
+    version_manifest,
 )
 from weightsync.publish.composing import SkipDelta
 from weightsync.publish.last_published import Contents
+from weightsync.publish.settings import VersionSettings
 from weightsync.publish.store_writer import StoreWriter
 
 _LOG = logging.getLogger(__name__)
@@ -51,25 +52,14 @@ class VersionWriter:
     """`writer` owns the store exclusively."""
 
     def __init__(
-        self,
-        writer: StoreWriter,
-        *,
-        anchor_every: int,
-        keep_versions: int,
-        first_version: int,
-        max_bytes: int | None,
-        encoding: Encoding,
-        adapter: Adapter | None,
+        self, writer: StoreWriter, settings: VersionSettings, adapter: Adapter | None
     ) -> None:
         self._writer = writer
-        self._anchor_every = anchor_every
-        self._keep_versions = keep_versions
-        self._max_bytes = max_bytes
-        self._encoding = encoding
+        self._settings = settings
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
         # An orphan newer than LATEST keeps its number: numbers are never reused.
-        self._newest = max(writer.newest(), WeightVersion(first_version - 1))
+        self._newest = max(writer.newest(), WeightVersion(settings.first_version - 1))
         latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
         self._check_kind(latest)
         # No version builds on an orphan, so no chain begins with an orphan.
@@ -129,7 +119,7 @@ class VersionWriter:
             order.directory, version, order.base, written, state_hash, self._bytes_dense()
         )
         size = _size_bytes(written, small)
-        anchor_due = bool(order.base) and version - self.newest_full >= self._anchor_every
+        anchor_due = bool(order.base) and version - self.newest_full >= self._settings.anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, even after a failure.
         self._newest = version
@@ -197,10 +187,10 @@ class VersionWriter:
         self._writer.finish(begun, skip.ref, small)
 
     def _check_quota(self, size_bytes: int) -> None:
-        if self._max_bytes is not None:
+        if (limit := self._settings.max_bytes) is not None:
             used_bytes = sum(self._writer.sizes().values())
-            if used_bytes + size_bytes > self._max_bytes:
-                raise StoreFull(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
+            if used_bytes + size_bytes > limit:
+                raise StoreFull(f"{self._writer.store}: {used_bytes} of {limit} are used")
 
     def sweep(self) -> None:
         """Delete unfinished versions."""
@@ -214,7 +204,7 @@ class VersionWriter:
                 self._writer.refs(),
                 full_versions=self._full_versions,
                 latest=self._newest,
-                keep_versions=self._keep_versions,
+                keep_versions=self._settings.keep_versions,
             )
             self._remove(doomed)
         except RoseMuxError as error:
@@ -232,50 +222,29 @@ class VersionWriter:
         """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
-        manifest = self._manifest(version, base, written, names, state_hash, bytes_dense)
+        section = IndexSection(
+            format=INDEX_FORMAT,
+            state_hash=state_hash,
+            bytes_dense=bytes_dense,
+            files={},
+            slices={} if base else self._next.slices,
+            adapter=self._adapter,
+        )
+        shards = [shard for part in written for shard in part.shards]
+        builds_on = WeightVersion(base) if base else None
+        manifest = version_manifest(
+            version, builds_on, self._settings.encoding, section, shards, names
+        )
         return names, self._small_files(manifest)
 
     def _small_files(self, manifest: Manifest) -> dict[str, bytes]:
         config = {CONFIG_FILE: self._config} if self._adapter else {}
         return {**config, INDEX_FILE: encoded_manifest(manifest)}
 
-    def _manifest(
-        self,
-        version: WeightVersion,
-        base: int,
-        written: Sequence[WrittenShare],
-        names: dict[str, str],
-        state_hash: str,
-        bytes_dense: int,
-    ) -> Manifest:
-        shards = [shard for part in written for shard in part.shards]
-        encodings = {
-            entry: encoding
-            for shard in shards
-            for entry, encoding in shard.encodings.items()
-            if base and encoding is not self._encoding
-        }
-        return Manifest(
-            version=version,
-            base_version=WeightVersion(base) if base else None,
-            delta_encoding=self._encoding if base else None,
-            checksum_format=ALGORITHM,
-            weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
-            section=IndexSection(
-                format=INDEX_FORMAT,
-                state_hash=state_hash,
-                bytes_dense=bytes_dense,
-                files={names[shard.file]: shard.record for shard in shards},
-                encodings=encodings,
-                slices={} if base else self._next.slices,
-                adapter=self._adapter,
-            ),
-        )
-
     def _make_room(self, needed: int, *, anchor_due: bool) -> None:
         """Delete older chains if the quota requires it. Raises Exhausted, deleting nothing, if that
         is not enough."""
-        if self._max_bytes is None:
+        if self._settings.max_bytes is None:
             return
         needed += self._bytes_dense() if anchor_due else 0
         sizes = self._writer.sizes()
@@ -284,13 +253,13 @@ class VersionWriter:
             full_versions=self._full_versions,
             latest=self._latest() or max(self._full_versions, default=WeightVersion(0)),
             needed_bytes=needed,
-            max_bytes=self._max_bytes,
+            max_bytes=self._settings.max_bytes,
         )
         if doomed is None:
             raise Exhausted(
                 f"{needed} bytes more are needed in {self._writer.store}, where "
                 f"{sum(sizes.values())} of "
-                f"max_bytes={self._max_bytes} are in use and the newest chain has to stay"
+                f"max_bytes={self._settings.max_bytes} are in use and the newest chain has to stay"
             )
         self._remove(doomed)
 

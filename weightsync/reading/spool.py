@@ -20,7 +20,7 @@ from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bytes
 from weightsync.elements.state_hash import digest_of
 from weightsync.layout.durable import refusals
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.transport.ranges import ByteSpan
 
 DIRECTORY_VARIABLE = "TMPDIR"
@@ -47,7 +47,7 @@ class StagedFile(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that it takes of the memory room."""
+        """Bytes that it takes of the memory budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class SpooledFile:
 
 
 class Spool:
-    """Stages files in `room` and, beyond it, in one file under `directory`."""
+    """Stages files in `budget` and, beyond it, in one file under `directory`."""
 
-    def __init__(self, room: MemoryRoom, directory: Path | None = None) -> None:
-        self._room = room
+    def __init__(self, budget: MemoryBudget, directory: Path | None = None) -> None:
+        self._budget = budget
         self._directory = directory
         self._file: _NamelessFile | None = None
 
     def stage(self, size_bytes: int) -> StagedFile:
         """Storage for a file of `size_bytes`; raises Exhausted if the disk is full."""
-        if self._room.keep(size_bytes):
+        if self._budget.keep(size_bytes):
             return MemoryStaging(size_bytes)
         if self._file is None:
             self._file = _NamelessFile(self._directory or default_directory())

@@ -36,6 +36,7 @@ from weightsync.layout.shard import (
     shard_data,
     shard_header,
     shard_layouts,
+    widest_first,
 )
 from weightsync.receive.target import HostTarget
 
@@ -94,12 +95,8 @@ def write_checkpoint(
     groups = _groups(layout, max_bytes)
     shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
     try:
-        for shard, names in shards.items():
-            chunks = shard_chunks(
-                {name: layout[name] for name in names},
-                lambda name: bytes_of(bits(name)).data,
-                _METADATA,
-            )
+        for shard, held in shards.items():
+            chunks = shard_chunks(held, lambda name: bytes_of(bits(name)).data, _METADATA)
             write_durably(directory / f"{TEMPORARY}{shard}", chunks)
         for shard in _shard_names(directory):
             (directory / shard).unlink()
@@ -110,7 +107,7 @@ def write_checkpoint(
         sweep(directory)
         raise storage_error(error, directory) from error
     index = _Index(
-        weight_map={name: shard for shard, names in shards.items() for name in names},
+        weight_map={name: shard for shard, held in shards.items() for name in held},
         metadata={"total_size": sum(spec.size_bytes for spec in layout.values())},
     )
     replace_file(directory / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=1))
@@ -178,8 +175,7 @@ def _mapped(path: Path) -> np.memmap:
         raise Corrupt(f"{path} cannot be mapped: {error}") from error
 
 
-def _groups(layout: Layout, max_bytes: int) -> list[list[str]]:
-    """Tensors per shard in name order; within a shard the widest elements first, so that every
-    tensor begins at a multiple of its element."""
+def _groups(layout: Layout, max_bytes: int) -> list[Layout]:
+    """Tensors per shard in name order; see `widest_first`."""
     groups = [*shard_layouts(dict(sorted(layout.items())), max_bytes)] or [{}]
-    return [sorted(group, key=lambda name: (-layout[name].width_bytes, name)) for group in groups]
+    return [widest_first(group) for group in groups]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harvester.contracts.errors import Stale
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import (
     UNSIGNED_NUMPY,
     Bits,
@@ -20,9 +21,9 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.encoding.delta import apply_all, checked_apply
-from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.box_delta import box_delta
 from weightsync.layout.slices import SliceRecord
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
 from weightsync.receive.stored_delta import StoredDelta
@@ -113,14 +114,11 @@ class FullState(Mapping[str, Bits]):
         self._entries.clear()
         return entries
 
-    def only(self, names: Collection[str]) -> "FullState":
-        """The same state with fewer tensors."""
-        layout = {name: self._layout[name] for name in names}
-        return FullState(layout, self._parts, self._entries)
-
-    def held(self, layout: Layout, parts: Mapping[str, Collection[EntryPart]]) -> "FullState":
-        """The same state, for a holder of parts of it."""
-        return FullState(layout, parts, self._entries)
+    def held(
+        self, layout: Layout, parts: Mapping[str, Collection[EntryPart]] | None = None
+    ) -> "FullState":
+        """The same state with these tensors only, for a holder of these parts of it."""
+        return FullState(layout, self._parts if parts is None else parts, self._entries)
 
     def _whole_entry(self, name: str) -> StoredEntry | None:
         """The one entry that is all of a tensor as it is held."""
@@ -136,7 +134,7 @@ def advance(
     deltas: Mapping[str, Sequence[StoredDelta]],
     parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
-    room: MemoryRoom,
+    budget: MemoryBudget,
 ) -> None:
     """Apply every entry's deltas to the held parts of it; raises Corrupt."""
 
@@ -148,7 +146,7 @@ def advance(
         for part in parts[entry]:
             _advance(stored[entry], deltas[entry], part)
 
-    for _ in room.spread(pool, work, list(deltas), size_of):
+    for _ in spread(pool, work, list(deltas), size_of, limit_bytes=budget.lent_bytes):
         pass
 
 
@@ -156,7 +154,7 @@ def entry_digests(
     stored: Mapping[str, StoredEntry],
     parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
-    room: MemoryRoom,
+    budget: MemoryBudget,
 ) -> dict[str, str]:
     """xxh3-128 of every entry that is held whole."""
     whole = [entry for entry in sorted(stored) if any(p.within.is_whole for p in parts[entry])]
@@ -164,9 +162,10 @@ def entry_digests(
     def digest(entry: str) -> str:
         return stored[entry].file.digest(stored[entry].whole)
 
-    found = room.spread(
-        pool, digest, whole, lambda entry: min(stored[entry].spec.size_bytes, _HASHED_BYTES)
-    )
+    def size_of(entry: str) -> int:
+        return min(stored[entry].spec.size_bytes, _HASHED_BYTES)
+
+    found = spread(pool, digest, whole, size_of, limit_bytes=budget.lent_bytes)
     return dict(zip(whole, found, strict=True))
 
 
@@ -180,7 +179,7 @@ def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart
         box = stored.view(data, part.within)
         bits = box.flatten()
         for delta in deltas:
-            cut = cut_delta(delta.decoded(), part.within, stored.spec.width_bytes)
-            checked_apply(cut, bits)
+            boxed = box_delta(delta.decoded(), part.within, stored.spec.width_bytes)
+            checked_apply(boxed, bits)
         box[...] = bits.reshape(box.shape)
     stored.file.write(around.start, data)

@@ -17,7 +17,7 @@ from typing import Protocol
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Layout, TensorSpec, shared_spec
 from weightsync.encoding.delta import Delta
-from weightsync.layout.cut_delta import cut_deltas
+from weightsync.layout.box_delta import box_deltas
 from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing
 from weightsync.transport.ranges import ByteSpan
 
@@ -98,8 +98,8 @@ class EntryPart:
 def placed(parts: Sequence[EntryPart], delta: Delta, spec: TensorSpec) -> list[Delta]:
     """The delta of an entry of `spec`, for the holder's tensor of each of these parts of it."""
     boxes = [part.within for part in parts if not part.within.is_whole]
-    cut = iter(cut_deltas(delta, boxes, spec.width_bytes))
-    found = [delta if part.within.is_whole else next(cut) for part in parts]
+    boxed = iter(box_deltas(delta, boxes, spec.width_bytes))
+    found = [delta if part.within.is_whole else next(boxed) for part in parts]
     return [
         change if part.of.is_whole else SlicedDelta(part.of, change)
         for part, change in zip(parts, found, strict=True)
@@ -122,10 +122,10 @@ class HeldParts:
 
     @property
     def is_everything(self) -> bool:
-        return len(self.boxes) == len(self.whole) and not self.cut
+        return len(self.boxes) == len(self.whole) and not self.partial
 
     @property
-    def cut(self) -> frozenset[str]:
+    def partial(self) -> frozenset[str]:
         """The holder's tensors that are a part of the checkpoint's only, or one of several places
         of a tensor: no digest is published under their names."""
         return frozenset(
@@ -149,12 +149,12 @@ class HeldParts:
 
     def uncut_slicing(self) -> Slicing:
         """The entries that are slices of tensors held whole."""
-        cut = self.cut
+        partial = self.partial
         return Slicing(
             {
                 entry: record
                 for entry, record in self.slicing.records.items()
-                if record.tensor in self.boxes and record.tensor not in cut
+                if record.tensor in self.boxes and record.tensor not in partial
             }
         )
 

@@ -14,11 +14,12 @@ import numpy as np
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import Bits, Layout, difference
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.receive.full_state import FullState
 from weightsync.receive.held_parts import HeldParts, Selection, bounds, held_parts
 from weightsync.receive.plan import PullPlan
@@ -70,10 +71,10 @@ class Staged:
     table: Mapping[str, str]
     """Digest of every entry of the final state: published, or computed for a full checkpoint that
     was read whole."""
-    cut_digests: Mapping[str, str]
+    partial_digests: Mapping[str, str]
     """Digests of the holder's tensors that are parts, as this receiver wrote them last: the deltas
     build on these bits. Empty for a full checkpoint."""
-    room: MemoryRoom
+    budget: MemoryBudget
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""
 
@@ -117,11 +118,11 @@ def expected_of_parts(
     state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
 ) -> Expected:
     """Expected digests of tensors held whole; a tensor held in part has no published digest."""
-    cut = parts.cut
+    partial = parts.partial
     digests = {
         entry: table[entry]
         for entry, held in parts.parts.items()
-        if any(part.of.tensor not in cut for part in held)
+        if any(part.of.tensor not in partial for part in held)
     }
     return Expected(
         state_hash=state_hash, checksums={}, slicing=parts.uncut_slicing(), digests=digests
@@ -174,7 +175,8 @@ def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -
     if staged.full is None and not staged.tried:
         # A follower that finishes an interrupted apply omits tensors that are written already.
         names = [name for name in staged.expected.checksums if name in staged.deltas]
-        list(staged.room.spread(pool, attempt, names, staged.lent_bytes))
+        limit_bytes = staged.budget.lent_bytes
+        list(spread(pool, attempt, names, staged.lent_bytes, limit_bytes=limit_bytes))
     return replace(staged, tried=True)
 
 
@@ -188,21 +190,22 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     if other := difference(staged.layout, target.layout()):
         raise ConfigError(f"the store's checkpoint does not fit this model: {other}")
     staged = tried_foreign(staged, target.bits, pool)
-    cut, known = staged.parts.cut, staged.cut_digests
-    there = {} if staged.full is not None else digests_of(cut, staged.layout, target.bits, pool)
+    partial, known = staged.parts.partial, staged.partial_digests
+    there = {} if staged.full is not None else digests_of(partial, staged.layout, target.bits, pool)
     if any(known.get(name) != digest for name, digest in there.items()):
         raise Corrupt(PARTS_CHANGED)
 
     def write(name: str) -> str:
-        if name in cut:
+        if name in partial:
             return _write_part(staged, target, name)
         _write_whole(staged, target, name)
         return ""
 
-    found = staged.room.spread(pool, write, staged.changed, staged.lent_bytes)
+    limit_bytes = staged.budget.lent_bytes
+    found = spread(pool, write, staged.changed, staged.lent_bytes, limit_bytes=limit_bytes)
     written = dict(zip(staged.changed, found, strict=True))
     target.finish(staged.changed)
-    digests = {name: written.get(name) or known[name] for name in cut}
+    digests = {name: written.get(name) or known[name] for name in partial}
     expected = staged.expected
     if expected.digests is not None:
         expected = replace(expected, digests={**expected.digests, **digests})

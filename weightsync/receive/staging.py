@@ -2,7 +2,7 @@
 
 Two passes. The first brings everything into the receiver's own copy (spool.py) and checks it there:
 a full checkpoint is brought to its final state and hashed. The second, at apply time, reads
-verified bits. Neither takes more memory than its room gives.
+verified bits. Neither takes more memory than its budget gives.
 """
 
 import logging
@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
+from weightsync.elements.batches import spread
 from weightsync.elements.bits import bits_from_bytes
 from weightsync.encoding.codec import Encoding
 from weightsync.encoding.delta import Delta
 from weightsync.encoding.plain import plain_deltas
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.shard import ShardHeader
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
@@ -39,8 +40,8 @@ class Staging:
     """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
     For a holder of parts, at the version that the plan builds on: `known`, digests of all entries;
-    `cut`, those of the holder's tensors that are parts. `copy`: the state of the plan's first step,
-    which is changed in its place.
+    `partial`, those of the holder's tensors that are parts. `copy`: the state of the plan's first
+    step, which is changed in its place.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Staging:
         parts: HeldParts,
         pool: Executor,
         *,
-        room: MemoryRoom,
+        budget: MemoryBudget,
         spool: Spool,
         known: Mapping[str, str],
-        cut: Mapping[str, str],
+        partial: Mapping[str, str],
         copy: FullState | None = None,
     ) -> None:
         self._store = store
@@ -62,11 +63,11 @@ class Staging:
         self._is_ours = all(step.manifest.section is not None for step in plan.steps)
         self._read = parts if self._is_ours else everything(parts.whole, parts.slicing)
         self._pool = pool
-        self._room = room
+        self._budget = budget
         self._spool = spool
         self._table = dict(known)
         self._copied = known if copy else {}
-        self._cut = cut
+        self._partial = partial
         self._checksums: dict[str, tuple[str, str]] = {}
         self._stored: dict[str, StoredEntry] = copy.handed_over() if copy else {}
         self._steps = plan.steps[1:] if copy else plan.steps
@@ -128,13 +129,13 @@ class Staging:
             bytes_read=self._bytes_read,
             parts=self._held,
             table=self._table,
-            cut_digests=self._cut if full is None else {},
-            room=self._room,
+            partial_digests=self._partial if full is None else {},
+            budget=self._budget,
         )
 
     def _fetched(self, step: Step, shard: str) -> tuple[ShardCopy, ShardHeader]:
         copy = self._store.shard(
-            step.ref, step.manifest, shard, self._spool, lent_bytes=self._room.lent_bytes
+            step.ref, step.manifest, shard, self._spool, lent_bytes=self._budget.lent_bytes
         )
         if self._read.is_everything or not copy.has_chunks:
             copy.fetch()
@@ -201,29 +202,21 @@ class Staging:
                 self._changes.setdefault(part.of.tensor, []).append(change)
         waits = any(isinstance(delta, StoredDelta) for deltas in kept.values() for delta in deltas)
         if not has_plain and not waits:
-            self._room.give_back(copy.staged.kept_bytes)
+            self._budget.give_back(copy.staged.kept_bytes)
 
     def _plain(
         self, copy: ShardCopy, header: ShardHeader, stored: Mapping[str, StoredDelta]
     ) -> dict[str, list[Delta]]:
         """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by
         entry, one for each held part of it."""
-        ours = [entry for entry in stored if stored[entry].encoding is Encoding.ROSEMUX]
+        ours = {e: delta.spec for e, delta in stored.items() if delta.encoding is Encoding.ROSEMUX}
         if not ours or not copy.staged.kept_bytes:
             return {}
-        found = plain_deltas(
-            copy.staged.read(ByteSpan(0, copy.staged.kept_bytes)),
-            [header.offsets[entry] for entry in ours],
-            [stored[entry].spec for entry in ours],
-        )
-        plain = {
-            entry: placed(self._read.parts[entry], delta, stored[entry].spec)
-            for entry, delta in zip(ours, found, strict=True)
-            if delta
-        }
-        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
-        all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
-        return plain if 2 * plain_bytes >= all_bytes else {}
+        data = copy.staged.read(ByteSpan(0, copy.staged.kept_bytes))
+        plain = plain_deltas(data, header.offsets, ours)
+        if 2 * sum(map(header.size_bytes, plain)) < sum(map(header.size_bytes, header.layout)):
+            return {}
+        return {e: placed(self._read.parts[e], delta, ours[e]) for e, delta in plain.items()}
 
     def _decoded(self, stored: Mapping[str, StoredDelta]) -> dict[str, list[Delta]]:
         """Like `_plain`: decoded deltas as far as they fit into memory, the others as stored."""
@@ -232,9 +225,11 @@ class Staging:
             delta = stored[entry]
             return placed(self._read.parts[entry], delta.decoded(alone=True), delta.spec)
 
-        found = self._room.spread(
-            self._pool, decoded, list(stored), lambda entry: stored[entry].lent_bytes
-        )
+        def size_of(entry: str) -> int:
+            return stored[entry].lent_bytes
+
+        limit_bytes = self._budget.lent_bytes
+        found = spread(self._pool, decoded, list(stored), size_of, limit_bytes=limit_bytes)
         kept: dict[str, list[Delta]] = {entry: [] for entry in stored}
         for entry, deltas in zip(stored, found, strict=True):
             for part, delta in zip(self._read.parts[entry], deltas, strict=True):
@@ -243,15 +238,15 @@ class Staging:
                     # Parts of the delta may be the payload's own bytes.
                     size += stored[entry].span.size_bytes
                 again = replace(stored[entry], part=None if part.is_all else part)
-                kept[entry].append(delta if self._room.keep(size) else again)
+                kept[entry].append(delta if self._budget.keep(size) else again)
         return kept
 
     def _verified(self) -> FullState:
         """Bring every entry to its final state, and check it."""
-        advance(self._stored, self._deltas, self._read.parts, self._pool, self._room)
+        advance(self._stored, self._deltas, self._read.parts, self._pool, self._budget)
         digests = {name: d for name, d in self._copied.items() if name not in self._deltas}
         made = {name: entry for name, entry in self._stored.items() if name not in digests}
-        digests |= entry_digests(made, self._read.parts, self._pool, self._room)
+        digests |= entry_digests(made, self._read.parts, self._pool, self._budget)
         if self._read.is_everything:
             self._check_everything(digests)
             self._table = digests

@@ -1,4 +1,4 @@
-"""A shelf with copies: every file crosses the slow link once, then serves many.
+"""Stores with copies: every file crosses the slow link once, then serves many.
 
 Readers of a file that is still arriving get its present bytes as it grows; its digest is checked
 before it counts as whole, and a file that fails is dropped and pulled again for the next reader.
@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
@@ -30,7 +29,7 @@ from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.outage import CachedReplies, UpstreamOutage
 from weightsync.serve.published import PublishedFile, published_files
 from weightsync.serve.relayed_file import RelayedFile
-from weightsync.serve.shelf import ShelfFile, SourceShelf
+from weightsync.serve.served_stores import OpenFile, ServedFile, SourceStores
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
@@ -38,7 +37,7 @@ from weightsync.transport.source import StoreSource
 _INDEXES = 256
 
 
-class RelayShelf:
+class RelayedStores:
     """In front of another place with stores. Belongs to one event loop."""
 
     def __init__(
@@ -50,7 +49,7 @@ class RelayShelf:
         metrics: TransferMetrics | None = None,
     ) -> None:
         self._clock = MonotonicClock()
-        self._shelf = SourceShelf(upstream)
+        self._upstream = SourceStores(upstream)
         self._cache = cache
         self._metrics = metrics or TransferMetrics()
         self._streams = streams
@@ -65,14 +64,14 @@ class RelayShelf:
 
     async def names(self) -> tuple[str, ...]:
         return await self._outage.request(
-            self._shelf.names, lambda: self._replies.stores() or None, self._shelf.names
+            self._upstream.names, lambda: self._replies.stores() or None, self._upstream.names
         )
 
     async def directories(self, store: str) -> tuple[str, ...]:
         return await self._outage.request(
-            lambda: self._shelf.directories(store),
+            lambda: self._upstream.directories(store),
             lambda: self._whole_versions(store) or None,
-            lambda: self._shelf.directories(store),
+            lambda: self._upstream.directories(store),
         )
 
     async def composes(self, store: str) -> bool:  # noqa: ARG002 - its readers share files
@@ -89,7 +88,7 @@ class RelayShelf:
 
     async def _request_latest(self, store: str, known: bytes | None, wait_s: float) -> bytes | None:
         async def ask() -> bytes | None:
-            raw = await self._shelf.latest(store, known, wait_s=wait_s)
+            raw = await self._upstream.latest(store, known, wait_s=wait_s)
             if raw is not None:
                 self._replies.keep_latest(store, raw)
             return raw
@@ -97,7 +96,7 @@ class RelayShelf:
         return await self._outage.request(
             ask,
             lambda: self._newest_here(store),
-            lambda: self._shelf.latest(store, None, wait_s=0.0),
+            lambda: self._upstream.latest(store, None, wait_s=0.0),
             wait_s=wait_s,
         )
 
@@ -123,10 +122,11 @@ class RelayShelf:
         )
 
     @asynccontextmanager
-    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ServedFile]:
         directory, _, name = path.partition("/")
         if name in {READY_FILE, CONFIG_FILE, INDEX_FILE}:
-            yield _HeldFile(await self._small_file(store, directory, name))
+            raw = await self._small_file(store, directory, name)
+            yield OpenFile(len(raw), lambda span: raw[span.start : span.stop], self._upstream)
             return
         published = await self._published_file(store, directory, name, fresh=doubted)
         file = await self._sound_file(store, path, published, doubted=doubted)
@@ -140,7 +140,7 @@ class RelayShelf:
         self._outage.close()
         for file in self._files.values():
             file.close()
-        await self._shelf.close()
+        await self._upstream.close()
         self._link.shutdown(wait=False, cancel_futures=True)
         self._disk.shutdown(wait=False, cancel_futures=True)
         self._cache.close()
@@ -167,14 +167,14 @@ class RelayShelf:
         return await self._outage.request(
             lambda: self._read_small(store, path),
             lambda: b"" if directory in self._whole_versions(store) else None,
-            lambda: self._shelf.latest(store, None, wait_s=0.0),
+            lambda: self._upstream.latest(store, None, wait_s=0.0),
         )
 
     async def _read_index(self, store: str, directory: str) -> bytes:
         raw = await self._outage.request(
             lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
             lambda: self._replies.index(store, directory),
-            lambda: self._shelf.latest(store, None, wait_s=0.0),
+            lambda: self._upstream.latest(store, None, wait_s=0.0),
         )
         # One index at a time and outside the loop: a large index takes seconds.
         async with self._parsing:
@@ -192,13 +192,13 @@ class RelayShelf:
         self, store: str, path: str, published: PublishedFile, *, doubted: bool
     ) -> RelayedFile:
         """The shard with one user more; a copy that turns out to be broken is replaced once."""
-        source = self._shelf.store(store).source
+        source = self._upstream.store(store).source
         if doubted:
             # Upstream may be a relay with a copy that still grows.
             source.doubt(path)
         size = published.size_bytes
         if size is None:
-            size = await self._shelf.threaded(lambda: source.size_bytes(path))
+            size = await self._upstream.threaded(lambda: source.size_bytes(path))
         name = f"{store}/{published.key}"
         for _ in range(2):
             file = self._files.get(name) or self._taken(source, store, path, published, size)
@@ -250,9 +250,9 @@ class RelayShelf:
         """A small upstream file, read once for all concurrent requests."""
         reading = self._reading.get((store, path))
         if reading is None:
-            source = self._shelf.store(store).source
+            source = self._upstream.store(store).source
             reading = asyncio.create_task(
-                self._shelf.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES))
+                self._upstream.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES))
             )
             self._reading[store, path] = reading
             reading.add_done_callback(lambda done: self._was_read(store, path, done))
@@ -263,23 +263,6 @@ class RelayShelf:
         # The requesting reader may have left by the time it fails.
         if not done.cancelled():
             done.exception()
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldFile:
-    """A small file in memory."""
-
-    raw: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.raw)
-
-    def expect(self, span: ByteSpan) -> None:
-        """All of it is here."""
-
-    async def read(self, span: ByteSpan) -> bytes:
-        return self.raw[span.start : span.stop]
 
 
 def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:

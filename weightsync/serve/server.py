@@ -29,7 +29,7 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
-from weightsync.serve.shelf import Shelf, ShelfFile
+from weightsync.serve.served_stores import ServedFile, ServedStores
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import StoreList, StoreVersions, index_etag, latest_etag
 
@@ -54,7 +54,7 @@ class ServingLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listening:
+class ListenSettings:
     """Address and credentials of a server. Raises ConfigError if it would be open to any client."""
 
     host: str = "127.0.0.1"
@@ -93,13 +93,13 @@ class TokenBucket:
 class WeightServer:
     def __init__(
         self,
-        shelf: Shelf,
+        served: ServedStores,
         *,
         tenants: Tenants = _OPEN,
         limits: ServingLimits | None = None,
         metrics: TransferMetrics | None = None,
     ) -> None:
-        self._shelf = shelf
+        self._served = served
         self._tenants = tenants
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
@@ -123,14 +123,14 @@ class WeightServer:
 
     @Route("GET /stores", "The caller's stores", refuses=(409, 503), callers=Callers.READERS)
     async def _stores(self, request: web.Request) -> StoreList:
-        found = await self._shelf.names()
+        found = await self._served.names()
         own = tuple(name for name in found if self._tenants.reads(request[TENANT], name))
         return StoreList(stores=own)
 
     @Route("GET /stores/{store}", "Versions", refuses=(404, 409, 503))
     async def _directories(self, request: web.Request) -> StoreVersions:
         store = self._store(request)
-        found, composes = await self._shelf.directories(store), await self._shelf.composes(store)
+        found, composes = await self._served.directories(store), await self._served.composes(store)
         return StoreVersions(directories=found, composes=composes)
 
     @Route(
@@ -143,7 +143,7 @@ class WeightServer:
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)
         wait_s = min(_wait_s(request), self._limits.wait_max_s)
-        raw = await self._shelf.latest(store, known, wait_s=wait_s)
+        raw = await self._served.latest(store, known, wait_s=wait_s)
         if raw is None:
             raise FileNotFoundError(f"store {store} has no version yet")
         headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache"}
@@ -168,7 +168,7 @@ class WeightServer:
         async with AsyncExitStack() as until_sent:
             if ref.kind is not Kind.SKIP:
                 until_sent.enter_context(self._transfer(request[TENANT]))
-            opening = self._shelf.open(store, f"{directory}/{name}", doubted=doubted)
+            opening = self._served.open(store, f"{directory}/{name}", doubted=doubted)
             file = await until_sent.enter_async_context(opening)
             if ref.kind is Kind.SKIP:
                 # Only now: a reader may have waited until it was composed.
@@ -190,7 +190,7 @@ class WeightServer:
         finally:
             self._metrics.active.set(self._active.held)
 
-    async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
+    async def _index(self, request: web.Request, store: str, file: ServedFile) -> web.Response:
         """Serve an index; a relay asks again for each of its readers' requests, mostly unchanged
         (304)."""
         if file.size_bytes > MAX_INDEX_BYTES:
@@ -203,7 +203,7 @@ class WeightServer:
         return web.Response(body=raw, headers=headers, content_type="application/json")
 
     async def _answered(
-        self, request: web.Request, store: str, file: ShelfFile
+        self, request: web.Request, store: str, file: ServedFile
     ) -> web.StreamResponse:
         ranged = request.headers.get("Range")
         span = requested_span(ranged, file.size_bytes)
@@ -230,7 +230,7 @@ class WeightServer:
         request: web.Request,
         response: web.StreamResponse,
         store: str,
-        file: ShelfFile,
+        file: ServedFile,
         head: bytes | bytearray,
         rest: ByteSpan,
     ) -> None:
@@ -270,8 +270,8 @@ class WeightServer:
 
 
 async def listen(
-    shelf_with: Callable[[TransferMetrics], Shelf],
-    listening: Listening,
+    served_with: Callable[[TransferMetrics], ServedStores],
+    listening: ListenSettings,
     limits: ServingLimits,
     *,
     started: Callable[[str], None],
@@ -280,8 +280,8 @@ async def listen(
     begin_log()
     stop = http_kit.stop_event()
     metrics = TransferMetrics()
-    shelf = shelf_with(metrics)
-    server = WeightServer(shelf, tenants=listening.tenants, limits=limits, metrics=metrics)
+    served = served_with(metrics)
+    server = WeightServer(served, tenants=listening.tenants, limits=limits, metrics=metrics)
     try:
         async with http_kit.serving(server.app()) as runner:
             remedy = "choose another --port, 0 takes a free one"
@@ -290,7 +290,7 @@ async def listen(
             async with reporting():
                 await stop.wait()
     finally:
-        await shelf.close()
+        await served.close()
 
 
 def _known_latest(request: web.Request) -> bytes | None:

@@ -28,9 +28,6 @@ class DirectorySource(StoreSource):
     def __str__(self) -> str:
         return str(self._root)
 
-    def directories(self) -> frozenset[str]:
-        return self.names_in("")
-
     def names_in(self, directory: str) -> frozenset[str]:
         with self._found(directory) as found:
             return frozenset(each.name for each in found.iterdir())

@@ -118,16 +118,11 @@ class HttpSource(StoreSource):
             requested = ByteSpan(start + at, start + len(into))
             with self._answer("GET", f"/{path}", {"Range": range_header(requested)}) as answer:
                 _check_range(answer, requested, what=f"{self._url}/{path}")
-                while at < len(into):
-                    piece = answer.read1(min(_RECEIVE_BYTES, len(into) - at))
-                    if not piece:
-                        raise Interrupted(f"{self._url}/{path}: cut at byte {start + at}")
+                for piece in _pieces(answer, requested.size_bytes, f"{self._url}/{path}"):
                     into[at : at + len(piece)] = piece
                     at += len(piece)
                     backoff.received(at)
                     backoff.check(f"{self._url}/{path} comes too slowly")
-                # Tells http.client that this answer is done, so that its connection serves again.
-                answer.read()
 
         if len(into):
             self._persist(attempt)
@@ -191,14 +186,10 @@ class HttpSource(StoreSource):
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
         # The body gets its own pace, since the server may have held the request back.
         pace, raw = Backoff(self._access.retries, self._clock), bytearray()
-        while len(raw) < length:
+        for piece in _pieces(answer, length, f"{self._url} {what}"):
+            raw += piece
             pace.received(len(raw))
             pace.check(f"{self._url} {what} comes too slowly")
-            piece = answer.read1(min(_RECEIVE_BYTES, length - len(raw)))
-            if not piece:
-                raise Interrupted(f"{self._url} {what}: cut at byte {len(raw)}")
-            raw += piece
-        answer.read()
         return bytes(raw)
 
     def _persist(self, attempt: Callable[[Backoff], T]) -> T:
@@ -259,6 +250,19 @@ def _check_range(answer: HTTPResponse, requested: ByteSpan, *, what: str) -> Non
             f"{what}: bytes {answered.start} to {answered.stop} where {requested.start} to "
             f"{requested.stop} were requested"
         )
+
+
+def _pieces(answer: HTTPResponse, size_bytes: int, what: str) -> Iterator[bytes]:
+    """A body as it arrives; raises Interrupted if it is cut."""
+    left_bytes = size_bytes
+    while left_bytes:
+        piece = answer.read1(min(_RECEIVE_BYTES, left_bytes))
+        if not piece:
+            raise Interrupted(f"{what}: cut {left_bytes} bytes before its end")
+        left_bytes -= len(piece)
+        yield piece
+    # Tells http.client that this answer is done, so that its connection serves again.
+    answer.read()
 
 
 def _length(answer: HTTPResponse) -> int:

@@ -32,9 +32,9 @@ def source_at(
         from weightsync.transport.http_source import HttpSource
 
         return HttpSource(location, access)
-    from weightsync.transport.objects import ObjectStoreSource
+    from weightsync.transport.objects import ObjectStore
 
-    objects = ObjectStoreSource(location, streams=access.streams, retries=access.retries)
+    objects = ObjectStore(location, streams=access.streams, retries=access.retries)
     return AnyLayoutSource(objects, base)
 
 

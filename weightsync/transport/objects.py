@@ -1,4 +1,4 @@
-"""One prefix of an object store: reads and puts objects by name; and a weight store there.
+"""One prefix of an object store: reads and puts objects by name, as a weight store's source too.
 
 Every call is repeated while its fault may pass. A directory cannot be renamed in one piece there,
 so files of an unfinished version may be seen: its index is put after them and LATEST after the
@@ -30,14 +30,15 @@ _POLL_S = 1.0
 """Object stores charge by request."""
 
 
-class Objects:
-    """Thread-safe. Credentials and endpoints come from fsspec's own configuration.
+class ObjectStore(StoreSource):
+    """Credentials and endpoints come from fsspec's own configuration. Writes raise the errors of
+    reads, and ConfigError without a bucket."""
 
-    Raises FileNotFoundError for a missing object, ConfigError if the user must act, Exhausted if
-    the store did not answer for too long.
-    """
+    streams = 4
+    range_bytes = 8 << 20
 
-    def __init__(self, url: str, *, retries: RetryLimits | None = None) -> None:
+    def __init__(self, url: str, *, streams: int = 4, retries: RetryLimits | None = None) -> None:
+        self.streams = streams
         self._fs, self._root = _opened(url)
         self._url = url.rstrip("/")
         self._retries = retries or RetryLimits()
@@ -47,11 +48,27 @@ class Objects:
     def __str__(self) -> str:
         return self._url
 
-    def names(self, below: str = "") -> frozenset[str]:
-        """Names directly below the prefix, or below `below` there."""
-        prefix = f"{self._root}/{below}".rstrip("/")
+    def names_in(self, directory: str) -> frozenset[str]:
+        prefix = self._full(directory).rstrip("/")
         found = self._ask(lambda _: self._fs.ls(prefix, detail=False))
         return frozenset(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        if self.size_bytes(path) > limit_bytes:
+            raise Corrupt(f"{self}/{path} is over the limit of {limit_bytes} bytes")
+        return self.read(path, 0, limit_bytes)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        at = 0
+        for piece in ByteSpan(start, start + len(into)).pieces(self.range_bytes):
+            raw = self.read(path, piece.start, piece.stop)
+            if len(raw) != piece.size_bytes:
+                raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")
+            into[at : at + len(raw)] = raw
+            at += len(raw)
 
     def sizes(self, below: str = "") -> Mapping[str, int]:
         """Size of every object below a name, as the store lists it; empty without any."""
@@ -93,8 +110,8 @@ class Objects:
 
         self._ask(attempt, writes=True)
 
-    def upload(self, path: str, chunks: Iterable[Any]) -> int:
-        """Stream an object in parts and return its size; each attempt iterates `chunks` again.
+    def upload(self, path: str, read: Callable[[], Iterable[Any]]) -> int:
+        """Stream an object in parts and return its size; each attempt calls `read` again.
 
         The object exists on return; before that the store shows nothing, or a prefix of the bytes.
         """
@@ -103,7 +120,7 @@ class Objects:
             file = self._fs.open(self._full(path), "wb", block_size=PART_BYTES)
             done = 0
             try:
-                for piece in _pieces(chunks):
+                for piece in _pieces(read()):
                     file.write(piece)
                     done += len(piece)
                     backoff.received(done)
@@ -197,46 +214,3 @@ def _opened(url: str) -> tuple[Any, str]:
             "a URL that fsspec knows"
         ) from error
     return fs, str(root).rstrip("/")
-
-
-class ObjectStoreSource(StoreSource):
-    """Reads by ranges."""
-
-    streams = 4
-    range_bytes = 8 << 20
-
-    def __init__(self, url: str, *, streams: int = 4, retries: RetryLimits | None = None) -> None:
-        self._objects = Objects(url, retries=retries)
-        self.streams = streams
-
-    def __str__(self) -> str:
-        return str(self._objects)
-
-    def directories(self) -> frozenset[str]:
-        return self._objects.names()
-
-    def names_in(self, directory: str) -> frozenset[str]:
-        return self._objects.names(directory)
-
-    def stamp(self, path: str) -> str:
-        return self._objects.stamp(path)
-
-    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
-
-    def read_small(self, path: str, limit_bytes: int) -> bytes:
-        if self.size_bytes(path) > limit_bytes:
-            raise Corrupt(f"{self}/{path} is over the limit of {limit_bytes} bytes")
-        return self._objects.read(path, 0, limit_bytes)
-
-    def size_bytes(self, path: str) -> int:
-        return self._objects.size_bytes(path)
-
-    def read_range(self, path: str, start: int, into: memoryview) -> None:
-        at = 0
-        for piece in ByteSpan(start, start + len(into)).pieces(self.range_bytes):
-            raw = self._objects.read(path, piece.start, piece.stop)
-            if len(raw) != piece.size_bytes:
-                raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")
-            into[at : at + len(raw)] = raw
-            at += len(raw)

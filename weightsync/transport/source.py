@@ -47,6 +47,7 @@ class StoreSource(Protocol):
 
     def directories(self) -> frozenset[str]:
         """Names in the store."""
+        return self.names_in("")
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         """The LATEST file, None without one; waits up to `wait_s` for another than `known`."""
@@ -66,14 +67,14 @@ class StoreSource(Protocol):
             return False
         return True
 
-    def bytes_at(self, path: str, start: int, size_bytes: int) -> bytes:
+    def bytes_at(self, path: str, start: int, size_bytes: int) -> bytearray:
         """A copy of the file's bytes from `start` on."""
         into = bytearray(size_bytes)
         self.read_range(path, start, memoryview(into))
-        return bytes(into)
+        return into
 
     def names_in(self, directory: str) -> frozenset[str]:
-        """Names in one directory of the store, whose path ends with a slash."""
+        """Names in one directory of the store, whose path ends with a slash; "": in the store."""
         raise FileNotFoundError(directory)
 
     def is_inside(self, path: str) -> bool:  # noqa: ARG002 - most sources have no links

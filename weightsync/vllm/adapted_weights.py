@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from harvester.contracts.errors import ConfigError, Stale
-from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.ids import checked_name
+from weightsync.layout.adapter import base_of
 from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
@@ -87,7 +88,7 @@ class AdaptedWeights:
             self._check_base_moves(request.adapter, record)
         status = self._stager.begin(request.key, self._preparing(request))
         if status.state is StageState.READY and moves:
-            return self._base.stage(_base_of(record))
+            return self._base.stage(_base_request(record))
         return status
 
     def load(self, request: RequestedVersion) -> Applied:
@@ -149,7 +150,7 @@ class AdaptedWeights:
         self._check_base_moves(name, record)
         # Faults of the adapter are found before the base moves.
         self._slots.check(form)
-        self._base.load(_base_of(record))
+        self._base.load(_base_request(record))
 
     def _check_base_moves(self, name: str | None, record: AdapterRecord) -> None:
         """Raises ConfigError or Stale if the base cannot become an adapter's. `name`: unknown to
@@ -204,12 +205,9 @@ class AdaptedWeights:
             return _Coming(copy, self._slots.read(Path(directory)), held)
 
 
-def _base_of(record: AdapterRecord) -> RequestedVersion:
-    return RequestedVersion(
-        store=record.base_store,
-        version=WeightVersion(record.base_version),
-        state_hash=record.base_state_hash,
-    )
+def _base_request(record: AdapterRecord) -> RequestedVersion:
+    base = base_of(record)
+    return RequestedVersion(store=base.store, version=base.version, state_hash=base.state_hash)
 
 
 def _shown(copy: AdapterCopy) -> dict[str, Any]:

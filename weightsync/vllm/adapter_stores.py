@@ -12,17 +12,16 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.errors import ConfigError, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.elements.bits import Bits, Layout, bytes_of
-from weightsync.encoding.delta import apply_all
-from weightsync.layout.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
+from weightsync.elements.bits import Bits, Layout, bits_of, bytes_of, zero_tensor
+from weightsync.layout.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, base_of, checked_config
 from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.layout.names import CONFIG_FILE, Kind, VersionRef
-from weightsync.layout.shard import shard_chunks
+from weightsync.layout.shard import shard_chunks, widest_first
 from weightsync.reading.store import Store
-from weightsync.receive.staged import Applied, Staged, check_state
+from weightsync.receive.staged import Applied
+from weightsync.receive.target import HostTarget
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.paced_pool import Pace, PacedPool
@@ -44,11 +43,25 @@ class AdapterCopy:
 
     def write_to(self, directory: Path) -> None:
         """Writes what PEFT's `save_pretrained` would."""
-        layout = dict(sorted(self.layout.items(), key=lambda part: (-part[1].width_bytes, part[0])))
+        layout = widest_first(self.layout)
         chunks = shard_chunks(layout, lambda n: bytes_of(self.bits[n]).data, {"format": "pt"})
         with (directory / FULL_SHARD_FILE).open("wb") as file:
             file.writelines(chunks)
         (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(dict(self.config)))
+
+
+class _HostCopy(HostTarget):
+    """An ApplyTarget over memory of its own, which begins with these bits, else with zeros."""
+
+    def __init__(self, layout: Layout, bits: Mapping[str, Bits]) -> None:
+        self._layout = layout
+        self.copies = {
+            name: bits[name].copy() if name in bits else bits_of(zero_tensor(spec))
+            for name, spec in layout.items()
+        }
+
+    def bits(self, name: str) -> Bits:
+        return self.copies[name]
 
 
 class AdapterStores:
@@ -56,10 +69,8 @@ class AdapterStores:
 
     def __init__(self, root: StoreRoot) -> None:
         self._root = root
-        self._clock = MonotonicClock()
         self._pool = PacedPool(THREADS)
-        self._stores: dict[str, Store] = {}
-        self._receivers: dict[str, Receiver] = {}
+        self._open: dict[str, tuple[Store, Receiver]] = {}
         self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
 
     def paced_by(self, pace: Pace) -> None:
@@ -85,76 +96,50 @@ class AdapterStores:
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
         """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,
         and ConfigError for whole models."""
-        receiver = self._receiver(store)
+        opened, receiver = self._opened(store)
         manifest = self._read_manifest(store, version)
         record = manifest.adapter
         if record is None:
             raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
-        receiver.base = Base(
-            store=record.base_store,
-            version=WeightVersion(record.base_version),
-            state_hash=record.base_state_hash,
-        )
+        receiver.base = base_of(record)
         staged = receiver.prepare(held.applied.version if held else None, version)
-        started = self._clock.now()
-        try:
-            bits, found = self._advanced(held, staged)
-        except Corrupt:
-            if staged.full is not None:
-                raise
+        if staged.full is None and (held is None or held.layout != staged.layout):
             staged = receiver.prepare(None, version)
-            bits, found = self._advanced(None, staged)
-        applied = staged.applied(found, seconds=self._clock.now() - started)
+        copy = _HostCopy(staged.layout, held.bits if held and staged.full is None else {})
+        applied = receiver.settle(staged, copy)
         ref = self._ref(store, version)
-        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
+        raw = opened.small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
         return AdapterCopy(
             store=store,
             record=record,
             config=checked_config(raw, record, where=f"{store}/{ref.directory}"),
             layout=staged.layout,
-            bits=bits,
+            bits=copy.copies,
             applied=applied,
         )
 
     def close(self) -> None:
-        for receiver in self._receivers.values():
+        for _, receiver in self._open.values():
             receiver.close()
-        for store in self._stores.values():
-            store.close()
-        self._receivers.clear()
-        self._stores.clear()
-
-    def _advanced(self, held: AdapterCopy | None, staged: Staged) -> tuple[Mapping[str, Bits], str]:
-        """The bits of a version and their hash; raises Corrupt where it is not the published one"""
-        if staged.full is not None:
-            # The staged memory is released after this.
-            bits = {name: found.copy() for name, found in staged.full.items()}
-        elif held is None or held.layout != staged.layout:
-            raise Corrupt(f"version {staged.plan.target} has other tensors than its base")
-        else:
-            bits = {n: b.copy() if n in staged.deltas else b for n, b in held.bits.items()}
-            for name, deltas in staged.deltas.items():
-                apply_all(deltas, bits[name])
-        return bits, check_state(staged.expected, staged.layout, bits.__getitem__, self._pool)
+        self._open.clear()
 
     def _read_manifest(self, store: str, version: WeightVersion) -> Manifest:
-        return self._store(store).manifest(self._ref(store, version))
+        return self._opened(store)[0].manifest(self._ref(store, version))
 
     def _ref(self, store: str, version: WeightVersion) -> VersionRef:
         """An anchor may outlive the delta to the same version."""
-        refs = self._store(store).refs()
+        refs = self._opened(store)[0].refs()
         named = (VersionRef(kind, version) for kind in (Kind.WEIGHT, Kind.ANCHOR))
         found = next((ref for ref in named if ref in refs), None)
         if found is None:
             raise Stale(f"version {version} of {store} is not there (any more)")
         return found
 
-    def _store(self, name: str) -> Store:
-        if name not in self._stores:
-            self._stores[name] = Store(self._root.store(name))
-        return self._stores[name]
-
-    def _receiver(self, store: str) -> Receiver:
-        if store not in self._receivers:
-            self._receivers[store] = Receiver(self._root.store(store), work_pool=self._pool)
-        return self._receivers[store]
+    def _opened(self, name: str) -> tuple[Store, Receiver]:
+        """A store and its receiver, which read one source."""
+        if name not in self._open:
+            source = self._root.store(name)
+            opened = Store(source), Receiver(source, work_pool=self._pool)
+            # Another thread may have opened it meanwhile.
+            self._open.setdefault(name, opened)
+        return self._open[name]

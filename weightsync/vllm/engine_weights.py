@@ -16,7 +16,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, difference
-from weightsync.reading.memory_room import STAGING_BYTES
+from weightsync.reading.memory_budget import STAGING_BYTES
 from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
@@ -75,7 +75,7 @@ class _Base:
 class _Prepared:
     base: _Base
     staged: Staged
-    trial: Trial = field(default_factory=lambda: Trial({}, {}))
+    trial: Trial = field(default_factory=lambda: Trial({}, {}, {}))
     mends: bool = False
     """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 

@@ -41,12 +41,14 @@ Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of an update, found on copies."""
+    """The result of an update, or of a part of it, found on copies."""
 
     forms: Mapping[Any, PackedForm]
     """Packed forms of changed layers, as far as the budget went."""
     digests: Mapping[str, str]
     """Digest that each of the target's tensors will have; empty unless `is_provable`."""
+    published: Mapping[str, str]
+    """Digests by entry, of tensors that are the checkpoint's whole ones."""
 
 
 def is_provable(staged: Staged) -> bool:
@@ -116,7 +118,7 @@ def tried_on_copies(
     forms: dict[Any, PackedForm] = {}
     digests: dict[str, str] = {}
     published: dict[str, str] = {}
-    cut = staged.parts.cut
+    partial = staged.parts.partial
     slices = staged.expected.slicing.by_tensor() if is_provable(staged) else None
     parts = _parts(target, staged, packed, budget_bytes)
     if slices is None:
@@ -124,7 +126,7 @@ def tried_on_copies(
         parts = [part for part in parts if part.layers or theirs.keys() & set(part.names)]
     done = each(
         pool,
-        lambda part: _try_part(target, staged, part, pack, cut, slices),
+        lambda part: _try_part(target, staged, part, pack, partial, slices),
         parts,
         lambda part: part.size_bytes,
     )
@@ -140,7 +142,7 @@ def tried_on_copies(
                 f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
-    return Trial(forms, digests)
+    return Trial(forms, digests, published)
 
 
 def _parts(
@@ -169,26 +171,16 @@ def _parts(
     return sorted([*ahead, *single], key=lambda part: (-part.size_bytes, part.names))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """The result of one part."""
-
-    forms: Mapping[Any, PackedForm]
-    digests: Mapping[str, str]
-    published: Mapping[str, str]
-    """Digests by entry, of tensors that are the checkpoint's whole ones."""
-
-
 def _try_part(
     target: LoaderMap,
     staged: Staged,
     part: _Part,
     pack: Pack,
-    cut: Collection[str],
+    partial: Collection[str],
     slices: Slices | None,
-) -> _Tried:
-    """`cut`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors stored
-    in slices; None if nothing is hashed."""
+) -> Trial:
+    """`partial`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors
+    that are stored in slices; None if nothing is hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
         weight, copies = _weight_copy(target, part)
@@ -208,15 +200,15 @@ def _try_part(
             if name in staged.expected.checksums:
                 check_foreign(name, *staged.expected.checksums[name], bits)
             continue
-        if name in cut and digest_of(bits) != staged.cut_digests.get(name):
+        if name in partial and digest_of(bits) != staged.partial_digests.get(name):
             raise Corrupt(PARTS_CHANGED)
         digests[name] = apply_all(staged.deltas.get(name, ()), bits, hashed=True)
         if name in slices:
             published |= digests_in(bits, slices[name])
-        elif name not in cut:
+        elif name not in partial:
             published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
-    return _Tried(forms, digests, published)
+    return Trial(forms, digests, published)
 
 
 def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str, Bits]]:

@@ -64,6 +64,11 @@ class LoaderCopy:
         """Address of the destination's storage."""
         return self.destination.untyped_storage().data_ptr()
 
+    @property
+    def last(self) -> int:
+        """Offset of the piece's last element."""
+        return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
     def of(self, checkpoint: torch.Tensor) -> torch.Tensor:
         """The piece of a contiguous checkpoint tensor."""
         return checkpoint.as_strided(self.shape, self.strides, self.offset)

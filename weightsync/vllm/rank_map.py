@@ -166,15 +166,12 @@ def _box_of(name: str, spec: TensorSpec, part: LoaderCopy) -> SliceRecord | None
     """The box of a tensor with the elements of a copy in their order; None without one."""
     if not spec.shape or not spec.elements:
         return whole_box(name, spec)
-    last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
-    first = [int(at) for at in np.unravel_index(part.offset, spec.shape)]
-    lengths = [
-        int(b) - a + 1 for a, b in zip(first, np.unravel_index(last, spec.shape), strict=True)
-    ]
+    first, last = (np.unravel_index(at, spec.shape) for at in (part.offset, part.last))
+    lengths = [int(b) - int(a) + 1 for a, b in zip(first, last, strict=True)]
     strides = element_strides(spec.shape)
     if min(lengths) < 1 or _steps(lengths, strides) != _steps(part.shape, part.strides):
         return None
-    return SliceRecord(name, spec.shape, tuple(first), tuple(lengths))
+    return SliceRecord(name, spec.shape, tuple(map(int, first)), tuple(lengths))
 
 
 def _steps(lengths: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
@@ -197,11 +194,7 @@ def _rows(name: str, spec: TensorSpec, parts: Sequence[LoaderCopy]) -> SliceReco
     rest = spec.shape[1:]
     width = prod(rest)
     first = min(part.offset for part in parts) // width
-    last = max(
-        part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
-        for part in parts
-    )
-    count = last // width - first + 1
+    count = max(part.last for part in parts) // width - first + 1
     return SliceRecord(name, spec.shape, (first, *(0 for _ in rest)), (count, *rest))
 
 

@@ -21,8 +21,8 @@ from harvester.contracts.errors import (
 from harvester.contracts.ids import checked_name
 from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
-from weightsync.layout import cut_delta
-from weightsync.reading.memory_room import STAGING_BYTES
+from weightsync.layout import box_delta
+from weightsync.reading.memory_budget import STAGING_BYTES
 from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
 from weightsync.transport.base_checkpoint import BaseCheckpoint, has_shards
 from weightsync.transport.location import StoreRoot
@@ -72,7 +72,7 @@ class WorkerWeights:
         # Ranks of expert parallelism alone are data-parallel engines, each with its own world.
         sliced = vllm_config.parallel_config.world_size > 1 or is_partial(model)
         if sliced:
-            cut_delta.warm_up()
+            box_delta.warm_up()
         base = EngineWeights(
             model,
             vllm_config.model_config,

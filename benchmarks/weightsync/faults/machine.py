@@ -23,6 +23,8 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.follower import Follower
 from weightsync.layout.apply_journal import RECORD_FILE
 from weightsync.layout.durable import write_durably
+from weightsync.publish.directory_writer import WritableDirectory
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.checkpoint import reading
 from weightsync.receiver import Receiver
@@ -46,7 +48,9 @@ def _clock_jumps(world: FaultWorld) -> Mend:
     """Publisher and holder read it; nothing may depend on it."""
     world.clock = JumpingClock(world.rng)
     world.hold_any()
-    with Publisher(world.store, anchor_every=2, clock=world.clock) as publisher:
+    with Publisher(
+        world.store, versions=VersionSettings(anchor_every=2), work=WorkSettings(clock=world.clock)
+    ) as publisher:
         for _ in range(2):
             world.publish_with(publisher)
             world.attempt()
@@ -68,7 +72,10 @@ def _disk_full_while_publishing(world: FaultWorld) -> Mend:
         room -= len(data) if full else 0
         return write_durably(path, [data])
 
-    publisher = Publisher(world.store, anchor_every=ANCHOR_EVERY, write=write)
+    publisher = Publisher(
+        WritableDirectory(world.store, write=write),
+        versions=VersionSettings(anchor_every=ANCHOR_EVERY),
+    )
     with suppress(Exhausted):
         world.publish_with(publisher)
         world.publish_with(publisher)
@@ -120,7 +127,7 @@ def _small_disk_for_the_store(world: FaultWorld) -> Mend:
     world.ends.append(disk.end)
     shutil.copytree(world.pristine, world.store, dirs_exist_ok=True)
     world.hold_any()
-    publisher = Publisher(world.store, anchor_every=1)
+    publisher = Publisher(world.store, versions=VersionSettings(anchor_every=1))
     with suppress(Exhausted):
         world.publish_with(publisher)
         world.publish_with(publisher)

@@ -12,6 +12,7 @@ from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish import skip_deltas
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 
@@ -76,9 +77,8 @@ def _publish(store: Path, seed: int, encoding: Encoding, division: Division) -> 
     def publish(rank: int) -> None:
         with Publisher(
             store,
-            anchor_every=ANCHOR_EVERY,
-            encoding=encoding,
-            shard_bytes=SHARD_BYTES[division],
+            versions=VersionSettings(anchor_every=ANCHOR_EVERY, encoding=encoding),
+            work=WorkSettings(shard_bytes=SHARD_BYTES[division]),
             rank=rank,
             ranks=ranks,
         ) as publisher:

@@ -31,15 +31,17 @@ from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Applying, ApplyRecord, write_record
+from weightsync.publish.directory_writer import WritableDirectory
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
-from weightsync.receive import kept_directory
+from weightsync.receive import checkpoint_directory
 from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receiver import Receiver
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
-from weightsync.serve.relay import RelayShelf
-from weightsync.serve.server import Listening, ServingLimits, listen
-from weightsync.serve.shelf import Shelf, SourceShelf
+from weightsync.serve.relay import RelayedStores
+from weightsync.serve.served_stores import ServedStores, SourceStores
+from weightsync.serve.server import ListenSettings, ServingLimits, listen
 from weightsync.transport.location import StoreRoot
 
 HANGS_AFTER_S = 60.0
@@ -135,13 +137,11 @@ def _die() -> None:
 def publish(task: Task, meter: Meter) -> None:
     meter.begin()
     with Publisher(
-        task.store,
-        encoding=task.encoding,
-        anchor_every=task.anchor_every,
-        shard_bytes=task.shard_bytes,
-        keep_versions=task.keep_versions,
-        copy_dir=task.copy_dir or None,
-        write=meter.write,
+        WritableDirectory(Path(task.store), write=meter.write),
+        versions=VersionSettings(
+            encoding=task.encoding, anchor_every=task.anchor_every, keep_versions=task.keep_versions
+        ),
+        work=WorkSettings(shard_bytes=task.shard_bytes, copy_dir=task.copy_dir or None),
     ) as publisher:
         for index in task.state_indices:
             publisher.publish(tensors(states(task.seed)[index]))
@@ -181,8 +181,8 @@ def pull(task: Task, meter: Meter) -> None:
             meter.begin()
 
     with (
-        patch.object(kept_directory, "Checkpoint", Watched),
-        patch.object(kept_directory, "write_record", write),
+        patch.object(checkpoint_directory, "Checkpoint", Watched),
+        patch.object(checkpoint_directory, "write_record", write),
     ):
         if task.phase == "run":
             meter.begin()
@@ -192,28 +192,28 @@ def pull(task: Task, meter: Meter) -> None:
 
 def serve(task: Task, meter: Meter) -> None:
     """Serves the stores under a directory until its stop file is there."""
-    _listen(task, meter, lambda _: SourceShelf(StoreRoot(Path(task.store))))
+    _listen(task, meter, lambda _: SourceStores(StoreRoot(Path(task.store))))
 
 
 def relay(task: Task, meter: Meter) -> None:
     """Relays the stores of a server, with a cache that outlives it."""
 
-    def shelf(metrics: TransferMetrics) -> RelayShelf:
+    def served(metrics: TransferMetrics) -> RelayedStores:
         held = ObjectCache(Path(task.cache), 64 << 20, metrics=metrics)
-        return RelayShelf(StoreRoot(task.store), held, streams=3, metrics=metrics)
+        return RelayedStores(StoreRoot(task.store), held, streams=3, metrics=metrics)
 
-    _listen(task, meter, shelf)
+    _listen(task, meter, served)
 
 
-def _listen(task: Task, meter: Meter, shelf: Callable[[TransferMetrics], Shelf]) -> None:
+def _listen(task: Task, meter: Meter, served: Callable[[TransferMetrics], ServedStores]) -> None:
     def wait() -> None:
         while not os.access(task.target, os.F_OK):
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGTERM)
 
     Thread(target=wait, daemon=True).start()
-    listening = Listening(port=task.port)
-    asyncio.run(listen(shelf, listening, ServingLimits(), started=lambda _: meter.begin()))
+    listening = ListenSettings(port=task.port)
+    asyncio.run(listen(served, listening, ServingLimits(), started=lambda _: meter.begin()))
 
 
 ROLES: dict[str, Callable[[Task, Meter], None]] = {
@@ -272,7 +272,7 @@ def _warm(directory: Path) -> None:
     """Every kernel for every width of element, before any process is forked."""
     for encoding in (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE):
         store = directory / encoding
-        with Publisher(store, encoding=encoding) as publisher:
+        with Publisher(store, versions=VersionSettings(encoding=encoding)) as publisher:
             for state in states(0)[:2]:
                 publisher.publish(tensors(state))
         receiver = Receiver(store)

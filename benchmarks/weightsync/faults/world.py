@@ -40,6 +40,7 @@ from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, TensorParallel
 
@@ -204,15 +205,16 @@ class FaultWorld:
         """A publisher is started on the store as it is and publishes the next state."""
         with Publisher(
             self.store,
-            anchor_every=ANCHOR_EVERY,
-            copy_dir=copy_dir,
-            shard_bytes=self.shard_bytes,
+            versions=VersionSettings(anchor_every=ANCHOR_EVERY),
+            work=WorkSettings(copy_dir=copy_dir, shard_bytes=self.shard_bytes),
         ) as publisher:
             self.publish_with(publisher)
 
     def republish_and_prune(self) -> None:
         """Runs `republish` twice, and keeps nothing older."""
-        with Publisher(self.store, anchor_every=1, keep_versions=1) as publisher:
+        with Publisher(
+            self.store, versions=VersionSettings(anchor_every=1, keep_versions=1)
+        ) as publisher:
             self.publish_with(publisher)
             self.publish_with(publisher)
 

@@ -10,6 +10,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits, bits_of, spec_of
 from weightsync.encoding.codec import Encoding
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.checkpoint import Checkpoint, write_checkpoint
 from weightsync.receive.target import ApplyTarget, TensorTarget
@@ -109,7 +110,7 @@ def test_tied_tensors_follow_by_deltas(tmp_path: Path, encoding: Encoding) -> No
     run[1][::9] *= 2.0
     run[2][::7] -= 3.0
     held, current = tied(torch.zeros(64, 32)), None
-    with Publisher(tmp_path / "store", encoding=encoding) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(encoding=encoding)) as publisher:
         receiver = Receiver(tmp_path / "store")
         for version, weight in zip((ONE, TWO, THREE), run, strict=True):
             publisher.publish(tied(weight))

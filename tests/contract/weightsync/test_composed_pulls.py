@@ -23,6 +23,7 @@ from tests.weight_servers import HASTY, relayed, served
 from weightsync.layout.adapter import Adapter, Base
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, VersionRef
 from weightsync.publish.composing import composed_files
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.reading.spool import SpooledFile
 from weightsync.receive.held_parts import Selection
@@ -238,7 +239,9 @@ def test_another_run_under_the_same_numbers_is_composed_anew(tmp_path: Path) -> 
     with served(tmp_path) as server:
         url = f"{server}/stores/job-a"
         for run in (first, second):
-            with Publisher(tmp_path / "job-a", skip_deltas=False) as publisher:
+            with Publisher(
+                tmp_path / "job-a", versions=VersionSettings(skip_deltas=False)
+            ) as publisher:
                 for state in run:
                     publisher.publish(state)
             held = {name: tensor.clone() for name, tensor in run[2].items()}
@@ -256,7 +259,9 @@ def test_an_adapter_is_composed_with_its_configuration(tmp_path: Path) -> None:
         Base(store="base", version=WeightVersion(1), state_hash="0" * 32),
         {"peft_type": "LORA", "r": 4},
     )
-    with Publisher(tmp_path / "job-a", adapter=adapter, skip_deltas=False) as publisher:
+    with Publisher(
+        tmp_path / "job-a", adapter=adapter, versions=VersionSettings(skip_deltas=False)
+    ) as publisher:
         for state in STATES:
             publisher.publish({f"base_model.model.{n}.lora_A": t for n, t in state.items()})
     with served(tmp_path) as server:

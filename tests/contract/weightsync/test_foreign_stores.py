@@ -22,6 +22,7 @@ from tests.integration.slime_writer import DeltaTrainer, raw
 from tests.weight_servers import served
 from weightsync import Follower, Publisher, Receiver, TensorTarget
 from weightsync.encoding.delta import Delta
+from weightsync.publish.settings import VersionSettings
 from weightsync.reading.store import Store
 from weightsync.receive.checkpoint import Checkpoint
 
@@ -306,7 +307,7 @@ def test_our_publisher_leaves_another_trainer_s_store_alone(tmp_path: Path) -> N
 
 
 def test_a_store_of_ours_is_never_taken_for_another_s(tmp_path: Path) -> None:
-    with Publisher(tmp_path, encoding="xor") as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(encoding="xor")) as publisher:
         publisher.publish(held(0))
         publisher.publish(held(1))
     (tmp_path / "updates").mkdir()

@@ -20,6 +20,7 @@ from weightsync import Publisher, Receiver, ShardSlice, TensorTarget
 from weightsync.elements.bits import spec_of
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.shard import shard_header
+from weightsync.publish.settings import ExchangeSettings, VersionSettings
 from weightsync.receive.held_parts import TensorParallel
 
 State = dict[str, torch.Tensor]
@@ -109,7 +110,7 @@ def test_headers_that_safetensors_wrote_have_the_shapes_of_the_tensors(steps: li
 def test_deltas_of_every_format_are_exact(
     tmp_path: Path, steps: list[State], encoding: Encoding
 ) -> None:
-    with Publisher(tmp_path, encoding=encoding) as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(encoding=encoding)) as publisher:
         done = [publisher.publish(state) for state in steps]
     assert [version.is_full for version in done] == [True, False, False]
     held = blank(steps[0])
@@ -166,7 +167,10 @@ def _shares(state: State, rank: int) -> list[tuple[str, torch.Tensor | ShardSlic
 def test_slices_along_packed_columns_make_the_whole_and_parts_of_it(
     tmp_path: Path, steps: list[State]
 ) -> None:
-    publishers = [Publisher(tmp_path, rank=r, ranks=2, rank_timeout_s=60.0) for r in (0, 1)]
+    publishers = [
+        Publisher(tmp_path, rank=r, ranks=2, exchange=ExchangeSettings(rank_timeout_s=60.0))
+        for r in (0, 1)
+    ]
     with ThreadPoolExecutor(2) as pool:
         for state in steps[:2]:
             calls = [
@@ -259,7 +263,7 @@ def test_elements_that_are_no_numbers_are_found_in_every_format(
     tmp_path: Path, dtype: str, byte: int, refused: bool
 ) -> None:
     tensor = torch.tensor([0, byte, 1, 2], dtype=torch.uint8).view(FORMATS[dtype])
-    with Publisher(tmp_path, check_finite=True) as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(check_finite=True)) as publisher:
         if refused:
             with pytest.raises(ConfigError, match="a has NaN or infinite"):
                 publisher.publish({"a": tensor})
@@ -271,7 +275,7 @@ def test_elements_that_are_no_numbers_are_found_in_every_format(
 def test_either_part_of_a_complex_number_may_be_none(tmp_path: Path, value: complex) -> None:
     wrong = torch.tensor([1j, value], dtype=torch.complex64)
     with (
-        Publisher(tmp_path, check_finite=True) as publisher,
+        Publisher(tmp_path, versions=VersionSettings(check_finite=True)) as publisher,
         pytest.raises(ConfigError, match="a has NaN or infinite"),
     ):
         publisher.publish({"a": wrong})

@@ -21,14 +21,14 @@ from weightsync.follower import Follower
 from weightsync.layout import shard
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, Selection, TensorParallel
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.objects import ObjectStoreSource
+from weightsync.transport.objects import ObjectStore
 from weightsync.transport.source import StoreSource
 
 State = dict[str, torch.Tensor]
@@ -231,7 +231,7 @@ def remote(
     if request.param == "memory":
         memory = fsspec.filesystem("memory")
         memory.put(str(published), "/parts/job-a", recursive=True)
-        yield ObjectStoreSource("memory://parts/job-a")
+        yield ObjectStore("memory://parts/job-a")
         memory.rm("/parts", recursive=True)
         return
     with ExitStack() as stack:

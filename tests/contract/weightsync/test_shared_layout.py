@@ -19,6 +19,7 @@ import zstandard
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -146,7 +147,7 @@ def test_our_deltas_in_a_shared_encoding_hold_what_its_readers_expect(
     tmp_path: Path, encoding: Encoding
 ) -> None:
     old, new = _states()
-    with Publisher(tmp_path, encoding=encoding) as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(encoding=encoding)) as publisher:
         publisher.publish(old)
         publisher.publish(new)
     delta = tmp_path / "weight_v000002"

@@ -12,7 +12,7 @@ import torch
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.elements.bits import TensorSpec
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Selection, TensorParallel
 from weightsync.receive.target import TensorTarget

@@ -24,8 +24,9 @@ from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.target import TensorTarget
@@ -33,7 +34,7 @@ from weightsync.receiver import Receiver
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.objects import ObjectStoreSource
+from weightsync.transport.objects import ObjectStore
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
@@ -71,7 +72,7 @@ class Place:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Versions 1 to 4, anchors beside 3."""
     root = tmp_path_factory.mktemp("published") / "job-a"
-    with Publisher(root, anchor_every=2) as publisher:
+    with Publisher(root, versions=VersionSettings(anchor_every=2)) as publisher:
         for state in _states():
             publisher.publish(state)
     return root
@@ -96,12 +97,12 @@ def place(request: pytest.FixtureRequest, published: Path, tmp_path: Path) -> It
         if request.param == "directory":
             source: StoreSource = DirectorySource(files)
         elif request.param == "file":
-            source = ObjectStoreSource(f"file://{files}")
+            source = ObjectStore(f"file://{files}")
         elif request.param == "memory":
             memory = fsspec.filesystem("memory")
             memory.put(str(files), "/bucket/job-a", recursive=True)
             stack.callback(memory.rm, "/bucket", recursive=True)
-            source = ObjectStoreSource("memory://bucket/job-a")
+            source = ObjectStore("memory://bucket/job-a")
 
             def write(path: str, raw: bytes | None) -> None:
                 if raw is None:
@@ -210,7 +211,7 @@ def test_a_shard_that_is_mended_is_read_again(place: Place) -> None:
     store = Store(place.source)
     ref = next(ref for ref in store.refs() if ref.directory == "weight_v000001")
     manifest = store.manifest(ref)
-    spool = Spool(MemoryRoom(1 << 20))
+    spool = Spool(MemoryBudget(1 << 20))
 
     def copied() -> bytes:
         copy = store.shard(ref, manifest, SHARD_FILE, spool, lent_bytes=1 << 20)
@@ -418,7 +419,7 @@ def test_a_url_that_cannot_be_opened_says_what_would(url: str, message: str) -> 
 def test_a_failing_object_store_is_retried_and_then_given_up(
     monkeypatch: pytest.MonkeyPatch, published: Path
 ) -> None:
-    source = ObjectStoreSource(
+    source = ObjectStore(
         f"file://{published}", retries=RetryLimits(attempts_max=3, first_wait_s=0.001)
     )
     asked = 0

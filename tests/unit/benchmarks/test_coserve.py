@@ -393,7 +393,8 @@ def test_the_agent_takes_the_rule_of_every_arm(changes: dict[str, Any], tmp_path
         isolation=NO_ISOLATION,
         vllm=None,  # type: ignore[arg-type]
     )
-    slot._write_agent_config(slot.policy(ServiceLevel(ttft_s=0.25, itl_s=0.05)) | changes)
+    slot.shipped = False
+    slot._write_agent_config(slot.experiment(ServiceLevel(ttft_s=0.25, itl_s=0.05)) | changes)
     assert load_agent_config(tmp_path / "agent.yaml", environment={}).unsafe_experiments
 
 
@@ -410,8 +411,7 @@ def test_the_shipped_agent_has_every_default_but_the_slo_and_a_first_half_hour_t
     tmp_path: Path,
 ) -> None:
     slot = slot_in(tmp_path)
-    slot.shipped = True
-    slot._write_agent_config(slot.shipped_policy(LEVEL))
+    slot._write_agent_config(slot.policy(LEVEL))
     config = load_agent_config(tmp_path / "agent.yaml", environment={})
     assert not config.unsafe_experiments
     settings = config.slots[0].policy

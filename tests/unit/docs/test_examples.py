@@ -27,6 +27,7 @@ from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.settings import load_settings
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import read_jobs
+from weightsync.publish.settings import WorkSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -112,8 +113,8 @@ def test_the_sharded_form_is_one_version_of_all_ranks(
     weight = torch.arange(8.0).reshape(4, 2)
 
     def published_by(rank: int) -> Published:
-        options = {"copy_dir": tmp_path / "copies"}
-        with Publisher(tmp_path / "job-a", rank=rank, ranks=2, **options) as publisher:
+        work = WorkSettings(copy_dir=tmp_path / "copies")
+        with Publisher(tmp_path / "job-a", rank=rank, ranks=2, work=work) as publisher:
             part = publish.rows_of(weight[2 * rank : 2 * rank + 2], rank, (4, 2))
             return publisher.publish([("weight", part)], step=1)
 

@@ -55,20 +55,21 @@ only openapi operation operator options order other outage outcome output over o
 own owners pace packer page pair parallel params parent part passed paths pause payload peer pending
 per percentile permissions picked piece plain plan plane planned plugin policy pool prefix pressure
 price printed priority private probe process profile progress promise prompt proof protocol publish
-pull queue quiesce ran random range rank ray reader reason recall reclaim record ref refusal refuse
-register registry regroup release reload relocation remembered removal render renew repair repeated
-replay reply report request reserve resident restart result resumed retarget retention retry return
-revocations revoke ring rise risk role rollout room root rose roster route row rules run runner
-sample scan scenarios scheduled scores seal searched seconds section seen segment selection sender
-sense sensor sent serve settings settle sglang shadow shape shard share shelf short siblings side
-signal simulate single sizes skipped slowdown snapshot socket source sparse spec spent spool sqlite
-squares stage stale stat state status step stock stopped streak stream stretch strict struct
-submission submit successful sum summary switch sync systemd table take target template tenant
-tensor terms test text thread threshold tile time timeline timeouts timestamp tinker tls token total
-trainer transfer transport trigger type unanswered undo undone unload unplaced unreachable
-unrecorded unsafe unseen unshared unsupported up update upstream usage use value varint verdict view
-virtual vllm wait waker walk warn watch watchdog weight weightsync whole widen wire withdraw
-withdrawn word work workload world worst writable write written xor xxh yaml yet zero
+pull quantile queue quiesce ran random range rank ray reader reason recall reclaim record ref
+refusal refuse register registry regroup release reload relocation remembered removal render renew
+repair repeated replay reply report request reserve resident restart result resumed retarget
+retention retry return revocations revoke ring rise risk role rollout room root rose roster route
+row rules run runner sample scan scenarios scheduled scores seal searched seconds section seen
+segment selection sender sense sensor sent serve settings settle sglang shadow shape shard share
+shelf short siblings side signal simulate single sizes skipped slowdown snapshot socket source
+sparse spec spent spool sqlite squares stage stale stat state status step stock stopped streak
+stream stretch strict struct submission submit successful sum summary switch sync systemd table take
+target template tenant tensor terms test text thread threshold tile time timeline timeouts timestamp
+tinker tls token total trainer transfer transport trigger type unanswered undo undone unload
+unplaced unreachable unrecorded unsafe unseen unshared unsupported up update upstream usage use
+value varint verdict view virtual vllm wait waker walk warn watch watchdog weight weightsync whole
+widen wire withdraw withdrawn word work workload world worst writable write written xor xxh yaml yet
+zero
 """
 """Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
 and the field's terms."""

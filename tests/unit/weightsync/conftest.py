@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 
 State = dict[str, torch.Tensor]
@@ -64,6 +65,6 @@ def blank(states: tuple[State, ...]) -> State:
 @pytest.fixture
 def published(tmp_path: Path, states: tuple[State, ...]) -> tuple[Path, list[Published]]:
     """A store with versions 1 to 8 and an anchor beside 5."""
-    with Publisher(tmp_path / "store", anchor_every=4) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(anchor_every=4)) as publisher:
         done = [publisher.publish(state) for state in states[:8]]
     return tmp_path / "store", done

@@ -17,8 +17,9 @@ from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout import durable
 from weightsync.layout.apply_journal import Applying, ApplyRecord, Held, read_record
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
-from weightsync.receive import kept_directory
+from weightsync.receive import checkpoint_directory
 from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -125,7 +126,7 @@ def begun_anew(
 
     def publish(states: Iterable[State]) -> None:
         shutil.rmtree(store, ignore_errors=True)
-        with Publisher(store, anchor_every=request.param) as publisher:
+        with Publisher(store, versions=VersionSettings(anchor_every=request.param)) as publisher:
             assert [publisher.publish(state).version for state in states][-1] == EIGHT
 
     publish(states[:8])
@@ -225,7 +226,7 @@ def _killed_within(mortal: type[_Mortal], tmp_path: Path, monkeypatch: pytest.Mo
     with following(tmp_path / "store", tmp_path / "held") as follows:
         follows.pull(WeightVersion(1))
     with monkeypatch.context() as patched:
-        patched.setattr(kept_directory, "Checkpoint", mortal)
+        patched.setattr(checkpoint_directory, "Checkpoint", mortal)
         mortal.commits = 0
         alone = Receiver(tmp_path / "store", threads=1)
         with Follower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
@@ -242,7 +243,7 @@ def test_a_kill_within_an_apply_is_repaired(
     mortal: type[_Mortal],
     encoding: Encoding,
 ) -> None:
-    with Publisher(tmp_path / "store", encoding=encoding) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(encoding=encoding)) as publisher:
         publisher.publish(states[0])
         publisher.publish(states[1])
     _killed_within(mortal, tmp_path, monkeypatch)
@@ -366,7 +367,7 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
     """The first record comes before, the second after the tensors are written."""
     store, _ = published
     records: list[ApplyRecord] = []
-    real = kept_directory.write_record
+    real = checkpoint_directory.write_record
 
     def write(where: Path, record: ApplyRecord) -> None:
         records.append(record)
@@ -376,7 +377,7 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
 
     with following(store, tmp_path / "held") as follows:
         follows.pull(SEVEN)
-        monkeypatch.setattr(kept_directory, "write_record", write)
+        monkeypatch.setattr(checkpoint_directory, "write_record", write)
         with pytest.raises(Exhausted):
             follows.pull()
         assert (follows.held is None) == (refused == 2)

@@ -1,6 +1,7 @@
 """Publishing: versions appear whole or not at all, and numbers are never used twice."""
 
 import errno
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,13 @@ from harvester.contracts.ids import WeightVersion
 from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
-from weightsync.publish.directory_writer import DirectoryWriter
+from weightsync.publish.directory_writer import DirectoryWriter, WritableDirectory
+from weightsync.publish.settings import (
+    AnnounceSettings,
+    ExchangeSettings,
+    VersionSettings,
+    WorkSettings,
+)
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -81,7 +88,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_where_they_are_checked(
     state = {"a": torch.ones(9, dtype=dtype), "steps": torch.ones(1, dtype=torch.int64)}
     state["nothing"] = torch.ones(0)
     wrong = {**state, "a": torch.tensor([1.0] * 8 + [value]).to(dtype)}
-    with Publisher(tmp_path / "store", check_finite=True) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(check_finite=True)) as publisher:
         for version in (1, 2):
             with pytest.raises(ConfigError, match="a has NaN or infinite elements"):
                 publisher.publish(wrong)
@@ -110,7 +117,7 @@ def test_every_version_is_exact(
 def test_versions_for_other_readers_are_exact(
     tmp_path: Path, states: tuple[State, ...], same: Same, encoding: Encoding
 ) -> None:
-    with Publisher(tmp_path, encoding=encoding) as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(encoding=encoding)) as publisher:
         for state in states[:4]:
             publisher.publish(state)
     assert same(_received(tmp_path, 4, states[0]), states[3])
@@ -169,7 +176,9 @@ def test_a_store_has_one_publisher(tmp_path: Path) -> None:
 def test_old_versions_go_and_kept_ones_stay_exact(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
-    with Publisher(tmp_path, anchor_every=3, keep_versions=4) as publisher:
+    with Publisher(
+        tmp_path, versions=VersionSettings(anchor_every=3, keep_versions=4)
+    ) as publisher:
         for state in states:
             publisher.publish(state)
     kept = sorted(path.name for path in tmp_path.glob("*_v*"))
@@ -186,11 +195,19 @@ def test_a_kill_at_any_byte_leaves_the_previous_version_whole(
     each file's end; the next publisher takes over the mapped copy.
     """
     writer = MortalWriter(10**9)
-    with Publisher(tmp_path / "dry", anchor_every=1, write=writer, shard_bytes=200) as publisher:
+    with Publisher(
+        WritableDirectory(tmp_path / "dry", write=writer),
+        versions=VersionSettings(anchor_every=1),
+        work=WorkSettings(shard_bytes=200),
+    ) as publisher:
         publisher.publish(states[0])
     before = 10**9 - (writer.budget or 0)
     writer.budget = 10**9
-    with Publisher(tmp_path / "whole", anchor_every=1, write=writer, shard_bytes=200) as publisher:
+    with Publisher(
+        WritableDirectory(tmp_path / "whole", write=writer),
+        versions=VersionSettings(anchor_every=1),
+        work=WorkSettings(shard_bytes=200),
+    ) as publisher:
         publisher.publish(states[0])
         publisher.publish(states[1])
     total = 10**9 - writer.budget - before
@@ -198,7 +215,11 @@ def test_a_kill_at_any_byte_leaves_the_previous_version_whole(
         store = tmp_path / f"killed-{budget}"
         writer = MortalWriter(None)
         copy = tmp_path / f"copy-{budget}"
-        publisher = Publisher(store, anchor_every=1, write=writer, shard_bytes=200, copy_dir=copy)
+        publisher = Publisher(
+            WritableDirectory(store, write=writer),
+            versions=VersionSettings(anchor_every=1),
+            work=WorkSettings(shard_bytes=200, copy_dir=copy),
+        )
         publisher.publish(states[0])
         writer.budget = budget
         with pytest.raises(Killed), publisher:
@@ -206,7 +227,7 @@ def test_a_kill_at_any_byte_leaves_the_previous_version_whole(
         latest = Receiver(store).latest()
         assert latest in {1, 2}
         assert same(_received(store, latest, states[0]), states[latest - 1])
-        with Publisher(store, copy_dir=copy) as successor:
+        with Publisher(store, work=WorkSettings(copy_dir=copy)) as successor:
             step = successor.publish(states[2])
         assert step.version > latest
         assert not step.is_full, "neither version 1 nor 2 was published without its copy"
@@ -300,7 +321,7 @@ def test_names_that_are_tied_no_more_begin_with_a_full_version(tmp_path: Path, s
 def test_a_large_delta_is_several_files(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
-    with Publisher(tmp_path, shard_bytes=100, in_flight_bytes=1) as publisher:
+    with Publisher(tmp_path, work=WorkSettings(shard_bytes=100, in_flight_bytes=1)) as publisher:
         for state in states[:3]:
             publisher.publish(state)
     shards = sorted(path.name for path in (tmp_path / "weight_v000003").glob("*.safetensors"))
@@ -321,7 +342,9 @@ def test_a_quota_prunes_further_back_and_never_what_is_needed(
         publisher.publish(states[0])
     full = _store_bytes(tmp_path / "free")
     limit = 3 * full
-    with Publisher(tmp_path / "store", anchor_every=3, max_bytes=limit) as publisher:
+    with Publisher(
+        tmp_path / "store", versions=VersionSettings(anchor_every=3, max_bytes=limit)
+    ) as publisher:
         for number, state in enumerate(states, 1):
             assert not publisher.publish(state).anchor_fault
             assert same(_received(tmp_path / "store", number, states[0]), state)
@@ -338,7 +361,7 @@ def test_a_quota_that_is_too_small_changes_nothing(
         publisher.publish(states[0])
     limit = _store_bytes(tmp_path / "free") + 200
     store = tmp_path / "store"
-    with Publisher(store, max_bytes=limit) as publisher:
+    with Publisher(store, versions=VersionSettings(max_bytes=limit)) as publisher:
         publisher.publish(states[0])
         before = {path.name: path.stat().st_mtime_ns for path in store.glob("*_v*")}
         with pytest.raises(Exhausted, match="max_bytes="):
@@ -346,25 +369,52 @@ def test_a_quota_that_is_too_small_changes_nothing(
         assert {path.name: path.stat().st_mtime_ns for path in store.glob("*_v*")} == before
         assert not list(store.glob(".tmp-*"))
         assert Receiver(store).latest() == 1
-    with Publisher(store, max_bytes=3 * limit) as publisher:
+    with Publisher(store, versions=VersionSettings(max_bytes=3 * limit)) as publisher:
         assert publisher.publish(states[2]).version == 2
     assert same(_received(store, 2, states[0]), states[2])
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("settings", "options"),
     [
-        {"anchor_every": 0},
-        {"anchor_every": 26},
-        {"keep_versions": 0},
-        {"threads": 0},
-        {"rank": 2, "ranks": 2},
-        {"encoding": Encoding.DENSE},
+        (VersionSettings, {"anchor_every": 0}),
+        (VersionSettings, {"anchor_every": 26}),
+        (VersionSettings, {"keep_versions": 0}),
+        (WorkSettings, {"threads": 0}),
+        (VersionSettings, {"encoding": Encoding.DENSE}),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Publisher(tmp_path, **options)
+def test_settings_that_mean_nothing_are_refused(
+    settings: type[Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        settings(**options)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_is_none_of_the_ranks_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"rank {rank} of ranks={ranks}"):
+        Publisher(tmp_path, rank=rank, ranks=ranks)
+
+
+@pytest.mark.parametrize("announce", ["", (), AnnounceSettings(""), AnnounceSettings([])])
+def test_a_publisher_without_gateways_announces_to_none(tmp_path: Path, announce: Any) -> None:
+    with Publisher(tmp_path, announce=announce) as publisher:
+        assert publisher.announced(0.0) == "served"
+        assert publisher.announce_faults == {}
+
+
+def test_a_publisher_has_eight_parameters() -> None:
+    assert [*inspect.signature(Publisher).parameters] == [
+        "store",
+        "rank",
+        "ranks",
+        "adapter",
+        "announce",
+        "versions",
+        "work",
+        "exchange",
+    ]
 
 
 def test_a_full_disk_is_exhausted_and_changes_nothing(
@@ -378,7 +428,7 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_durably(path, chunks)
 
-    with Publisher(tmp_path, write=write) as publisher:
+    with Publisher(WritableDirectory(tmp_path, write=write)) as publisher:
         publisher.publish(states[0])
         full = True
         with pytest.raises(Exhausted, match="no space left"):
@@ -425,23 +475,24 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("settings", "options", "message"),
     [
-        ({"encoding": "foo"}, "use rosemux, xor or overwrite"),
-        ({"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
-        ({"rank_timeout_s": -1.0}, "rank_timeout_s -1"),
-        ({"max_bytes": -1}, "numbers from 1, not -1"),
-        ({"max_bytes": math.nan}, "numbers from 1, not nan"),
-        ({"in_flight_bytes": 0}, "numbers from 1, not 0"),
-        ({"keep_versions": math.nan}, "keep_versions must be at least 1"),
-        ({"anchor_every": 2.5}, "anchor_every must be a whole number"),
+        (VersionSettings, {"encoding": "foo"}, "use rosemux, xor or overwrite"),
+        (ExchangeSettings, {"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
+        (ExchangeSettings, {"rank_timeout_s": -1.0}, "rank_timeout_s -1"),
+        (VersionSettings, {"max_bytes": -1}, "max_bytes -1: use a number from 1"),
+        (VersionSettings, {"max_bytes": math.nan}, "max_bytes nan: use a number from 1"),
+        (WorkSettings, {"in_flight_bytes": 0}, "in_flight_bytes 0: use a number from 1"),
+        (WorkSettings, {"shard_bytes": 0}, "shard_bytes 0: use a number from 1"),
+        (VersionSettings, {"keep_versions": math.nan}, "keep_versions nan: use a number from 1"),
+        (VersionSettings, {"anchor_every": 2.5}, "anchor_every must be a whole number"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_at_once(
-    tmp_path: Path, options: dict[str, Any], message: str
+    settings: type[Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Publisher(tmp_path, **options)
+        settings(**options)
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, math.nan, "x"])
@@ -480,7 +531,7 @@ def test_a_torn_pointer_stops_no_publisher_with_a_quota(
         publisher.publish(states[0])
         publisher.publish(states[1])
     (store / "LATEST").write_bytes(b"weig")
-    with Publisher(store, max_bytes=_store_bytes(store) * 4) as publisher:
+    with Publisher(store, versions=VersionSettings(max_bytes=_store_bytes(store) * 4)) as publisher:
         step = publisher.publish(states[2])
     assert (step.version, step.is_full) == (3, True)
     assert same(_received(store, 3, states[0]), states[2])
@@ -493,7 +544,7 @@ def test_a_version_is_published_though_old_ones_cannot_be_deleted_now(
         raise ConfigError("busy")
 
     store = tmp_path / "store"
-    with Publisher(store, keep_versions=1, anchor_every=1) as publisher:
+    with Publisher(store, versions=VersionSettings(keep_versions=1, anchor_every=1)) as publisher:
         publisher.publish(states[0])
         monkeypatch.setattr(DirectoryWriter, "remove", busy)
         assert publisher.publish(states[1]).version == 2
@@ -552,7 +603,7 @@ def test_a_closed_publisher_publishes_nothing(tmp_path: Path) -> None:
 
 def test_a_job_goes_on_in_another_store_above_its_last_version(tmp_path: Path) -> None:
     for expected in (41, 42):
-        with Publisher(tmp_path / "new", first_version=41) as publisher:
+        with Publisher(tmp_path / "new", versions=VersionSettings(first_version=41)) as publisher:
             published = publisher.publish({"w": torch.full((8,), float(expected))})
             assert (published.version, published.is_full) == (expected, True)
     held = {"w": torch.zeros(8)}
@@ -560,4 +611,4 @@ def test_a_job_goes_on_in_another_store_above_its_last_version(tmp_path: Path) -
     receiver.sync(None, WeightVersion(42), TensorTarget(held))
     assert held["w"].tolist() == [42.0] * 8
     with pytest.raises(ConfigError, match="first_version 0"):
-        Publisher(tmp_path / "other", first_version=0)
+        Publisher(tmp_path / "other", versions=VersionSettings(first_version=0))

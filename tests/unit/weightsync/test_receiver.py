@@ -11,6 +11,7 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -273,7 +274,9 @@ def test_a_torn_latest_is_corrupt(published: Store, latest: bytes) -> None:
 def test_a_late_receiver_follows_a_pruned_store(
     tmp_path: Path, states: tuple[State, ...], blank: State, same: Same
 ) -> None:
-    with Publisher(tmp_path, anchor_every=3, keep_versions=2) as publisher:
+    with Publisher(
+        tmp_path, versions=VersionSettings(anchor_every=3, keep_versions=2)
+    ) as publisher:
         publisher.publish(states[0])
         receiver = Receiver(tmp_path)
         receiver.sync(None, ONE, TensorTarget(blank))

@@ -13,6 +13,7 @@ import torch
 
 from examples.demo.weights_audit import WeightsAudit
 from weightsync.encoding.codec import Encoding
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 
 ENGINES = {"guest-0": "http://guest", "dedicated-0": "http://dedicated"}
@@ -45,7 +46,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def published(root: Path) -> list[Published]:
     """Two versions of one job."""
-    with Publisher(root / "job", encoding=Encoding.OVERWRITE) as publisher:
+    with Publisher(
+        root / "job", versions=VersionSettings(encoding=Encoding.OVERWRITE)
+    ) as publisher:
         return [publisher.publish({"w": torch.full((8,), float(step))}) for step in (1, 2)]
 
 

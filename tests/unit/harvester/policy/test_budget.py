@@ -125,6 +125,15 @@ def test_an_outage_of_production_is_no_burn() -> None:
         assert not stopped, minute
 
 
+def test_an_overload_s_long_slices_count_as_few_when_slices_are_short_again() -> None:
+    budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
+    # Two withheld slices of forty, both in the overload's quiet moments.
+    overload = Served(requests=300, granted=270, granted_misses=130, withheld=14, withheld_misses=1)
+    for minute in range(360):
+        served, slice_s = (overload, 120.0) if 280 <= minute < 320 else (OWN, 2.0)
+        assert not budget.observe(served, now=60.0 * minute, slice_s=slice_s), minute
+
+
 @pytest.mark.parametrize(("slice_s", "withheld_share"), [(2.0, 0.05), (30.0, 0.5)])
 def test_a_burn_stops_before_people_are_paged(slice_s: float, withheld_share: float) -> None:
     """25 % misses beside the guest: 14.4 times the pace over an hour is reached after 35 min. Long

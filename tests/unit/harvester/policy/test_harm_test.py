@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from harvester.policy.harm_test import HORIZON_S, SUSPICION, BetWealth, MedianTest, ThresholdTest
+from harvester.policy.harm_test import HORIZON_S, SUSPICION, BetWealth, QuantileTest, ThresholdTest
 
 RUNS = 400
 
@@ -48,7 +48,7 @@ def test_the_stakes_of_a_horizon_are_one_whatever_is_suspected() -> None:
 
 
 def test_a_rise_of_the_median_is_suspected_once() -> None:
-    test = MedianTest()
+    test = QuantileTest()
     for median_s in [0.100, 0.101, 0.099] * 50:
         test.observe(median_s, withheld=False, share=0.05, slice_s=2.0)
     calm = test.wealths[0].reserve

@@ -60,3 +60,13 @@ def test_two_minutes_say_nothing_against_production() -> None:
 
 def test_without_withheld_requests_nothing_speaks_for_production() -> None:
     assert bound([[300.0], [100.0], [0.0], [0.0]]) == 0.0
+
+
+def test_an_overload_whose_few_long_slices_were_all_granted_is_believed_of_production() -> None:
+    quiet, overload = [184.0, 0.0, 80.0, 0.0], [264.0, 200.0, 0.0, 0.0]
+    columns = [list(column) for column in zip(*[quiet] * 40, *[overload] * 20, strict=True)]
+    granted_rate = sum(columns[1]) / sum(columns[0])
+    assert believable_rate(*columns, slice_s=43.0) > granted_rate
+    # Short slices would have been withheld in all of those minutes, without a late request.
+    columns[2] = [80.0] * 60
+    assert believable_rate(*columns, slice_s=2.0) < granted_rate / 2

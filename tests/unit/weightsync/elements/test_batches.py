@@ -15,23 +15,23 @@ SIZES = st.lists(st.one_of(st.integers(0, 4096), st.integers(0, 3 * BATCH_BYTES)
 def test_every_name_is_in_one_batch_and_in_its_place(sizes: list[int]) -> None:
     names = [str(number) for number in range(len(sizes))]
     found = list(batches(names, lambda name: sizes[int(name)]))
-    assert [name for batch in found for name in batch.items] == names
-    assert all(batch.items for batch in found)
+    assert [name for items, _ in found for name in items] == names
+    assert all(items for items, _ in found)
 
 
 @given(SIZES)
 def test_a_batch_is_over_its_size_by_its_last_tensor_at_most(sizes: list[int]) -> None:
     names = [str(number) for number in range(len(sizes))]
-    for batch in batches(names, lambda name: sizes[int(name)]):
-        assert sum(sizes[int(name)] for name in batch.items[:-1]) < BATCH_BYTES
+    for items, _ in batches(names, lambda name: sizes[int(name)]):
+        assert sum(sizes[int(name)] for name in items[:-1]) < BATCH_BYTES
 
 
 @given(SIZES, st.integers(1, 2 * BATCH_BYTES))
 def test_a_batch_is_within_its_limit_or_one_tensor(sizes: list[int], limit: int) -> None:
     found = batches(range(len(sizes)), sizes.__getitem__, at_most_bytes=limit)
-    for batch in found:
-        assert batch.size_bytes == sum(sizes[number] for number in batch.items)
-        assert batch.size_bytes <= limit or len(batch.items) == 1
+    for items, size_bytes in found:
+        assert size_bytes == sum(sizes[number] for number in items)
+        assert size_bytes <= limit or len(items) == 1
 
 
 def test_many_small_tensors_are_few_pieces_and_enough_for_two_threads() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from numba.core.dispatcher import Dispatcher
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.receive.target import TensorTarget
@@ -47,7 +48,7 @@ warm_up(WIDTHS_BYTES)
 before = compiled_forms()
 assert before > 0
 root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
-with Publisher(root / "store", anchor_every=3) as publisher:
+with Publisher(root / "store", versions=VersionSettings(anchor_every=3)) as publisher:
     for at in range(len(SHARES)):
         publisher.publish(state(at))
 for held in (None, 1, 4, 5):

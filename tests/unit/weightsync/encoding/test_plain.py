@@ -9,7 +9,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoded, Encoding, decode, encode, encode_streams
-from weightsync.encoding.plain import PLAIN_BYTES, plain_deltas
+from weightsync.encoding.plain import PLAIN_BYTES, PlainDelta, plain_deltas
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
@@ -43,6 +43,10 @@ def _bytes(encoded: Encoded) -> Bytes:
     return np.frombuffer(encoded.payload, dtype=np.uint8)
 
 
+def _plain_delta(payload: Bytes, spec: TensorSpec) -> PlainDelta | None:
+    return plain_deltas(payload, {"w": (0, payload.size)}, {"w": spec}).get("w")
+
+
 @given(pairs())
 def test_a_small_tensor_is_encoded_as_its_streams_would_be(pair: tuple[Bits, Bits]) -> None:
     assert encode(*pair) == encode_streams(*pair)
@@ -63,10 +67,10 @@ def test_payloads_in_one_file_are_read_together_and_lead_where_each_alone_does(
     file = np.concatenate([np.zeros(3, dtype=np.uint8), *(_bytes(e) for _, _, e in ours)])
     ends = (3 + np.cumsum([len(e.payload) for _, _, e in ours], dtype=np.int64)).tolist()
     places = list(zip([3, *ends[:-1]], ends, strict=False))
-    deltas = plain_deltas(file, places, [_spec(old) for old, _, _ in ours])
-    for (old, new, _), delta in zip(ours, deltas, strict=True):
-        if delta is None:
-            continue
+    specs = {str(number): _spec(old) for number, (old, _, _) in enumerate(ours)}
+    deltas = plain_deltas(file, dict(zip(specs, places, strict=True)), specs)
+    for name, delta in deltas.items():
+        old, new, _ = ours[int(name)]
         there, opened = old.copy(), old.copy()
         assert delta.elements == old.size
         assert delta.apply(there, hashed=True) == digest_of(new)
@@ -79,7 +83,7 @@ def test_an_rl_step_of_a_small_tensor_is_encoded_plain() -> None:
     encoded = encode(old, new)
     assert encoded is not None
     assert encoded.encoding is Encoding.ROSEMUX
-    assert plain_deltas(_bytes(encoded), [(0, len(encoded.payload))], [_spec(old)]) != [None]
+    assert _plain_delta(_bytes(encoded), _spec(old)) is not None
 
 
 def test_compressed_streams_are_left_to_the_codec() -> None:
@@ -87,7 +91,7 @@ def test_compressed_streams_are_left_to_the_codec() -> None:
     encoded = encode_streams(old, np.ones(4096, dtype=np.uint16) * (np.arange(4096) % 8 == 0))
     assert encoded is not None
     payload = _bytes(encoded)
-    assert plain_deltas(payload, [(0, payload.size)], [_spec(old)]) == [None]
+    assert _plain_delta(payload, _spec(old)) is None
 
 
 @given(
@@ -108,7 +112,7 @@ def test_nothing_is_plain_that_the_codec_refuses(
     else:
         payload.append(value)
     data = np.frombuffer(bytes(payload), dtype=np.uint8)
-    (delta,) = plain_deltas(data, [(0, data.size)], [_spec(old)])
+    delta = _plain_delta(data, _spec(old))
     if delta is None:
         return
     there, expected = old.copy(), old.copy()
@@ -123,6 +127,6 @@ def test_a_payload_of_another_tensor_is_not_plain() -> None:
     assert encoded is not None
     payload = _bytes(encoded)
     for spec in (TensorSpec("BF16", (511,)), TensorSpec("F32", (512,))):
-        assert plain_deltas(payload, [(0, payload.size)], [spec]) == [None]
+        assert _plain_delta(payload, spec) is None
         with pytest.raises(Corrupt):
             decode(encoded.encoding, payload.data, spec)

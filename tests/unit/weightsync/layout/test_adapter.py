@@ -14,6 +14,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.adapter import Adapter, Base, checked_config
 from weightsync.layout.names import Kind, VersionRef
+from weightsync.publish.settings import WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.reading.store import Store
 from weightsync.receive.target import TensorTarget
@@ -113,7 +114,9 @@ def test_an_adapter_of_another_base_begins_with_a_full_version(tmp_path: Path) -
     newer = Base(store="job-a", version=WeightVersion(8), state_hash="ab" * 16)
     for base, full in ((BASE, True), (BASE, False), (newer, True), (newer, False)):
         with Publisher(
-            tmp_path / "lora", adapter=Adapter(base, CONFIG), copy_dir=tmp_path / "copy"
+            tmp_path / "lora",
+            adapter=Adapter(base, CONFIG),
+            work=WorkSettings(copy_dir=tmp_path / "copy"),
         ) as publisher:
             assert publisher.publish(_lora(0)).is_full == full
     Receiver(tmp_path / "lora", base=newer).sync(None, WeightVersion(4), TensorTarget(_blank()))

@@ -16,7 +16,9 @@ import torch
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import write_durably
+from weightsync.publish.directory_writer import WritableDirectory
 from weightsync.publish.object_draft import ObjectDraft
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -59,7 +61,9 @@ def _received(store: Path | str, version: int, like: State) -> State:
 def test_a_version_is_there_before_its_anchor_and_the_next_waits_for_it(
     tmp_path: Path, states: tuple[State, ...], same: Same, gate: Gate
 ) -> None:
-    with Publisher(tmp_path, anchor_every=1, write=gate) as publisher:
+    with Publisher(
+        WritableDirectory(tmp_path, write=gate), versions=VersionSettings(anchor_every=1)
+    ) as publisher:
         publisher.publish(states[0])
         step = publisher.publish(states[1])
         assert (step.version, step.bytes_anchor) == (2, step.bytes_dense)
@@ -81,7 +85,9 @@ def test_a_version_is_there_before_its_anchor_and_the_next_waits_for_it(
 def test_a_publisher_that_is_closed_has_written_its_anchor(
     tmp_path: Path, states: tuple[State, ...], gate: Gate
 ) -> None:
-    publisher = Publisher(tmp_path, anchor_every=1, write=gate)
+    publisher = Publisher(
+        WritableDirectory(tmp_path, write=gate), versions=VersionSettings(anchor_every=1)
+    )
     for state in states[:2]:
         publisher.publish(state)
     with ThreadPoolExecutor(1) as trainer:
@@ -109,7 +115,9 @@ def test_an_anchor_that_cannot_be_written_is_named_and_due_again(
     reason: str,
 ) -> None:
     gate = Gate(error)
-    with Publisher(tmp_path, anchor_every=2, write=gate) as publisher:
+    with Publisher(
+        WritableDirectory(tmp_path, write=gate), versions=VersionSettings(anchor_every=2)
+    ) as publisher:
         done = [publisher.publish(state) for state in states[:4]]
         assert [step.anchor_fault[:23] for step in done] == ["", "", "", "version 3 has no anchor"]
         assert reason in done[3].anchor_fault
@@ -118,7 +126,9 @@ def test_an_anchor_that_cannot_be_written_is_named_and_due_again(
     assert not list(tmp_path.glob(".tmp-*"))
     gate.error = None
     gate.opened.set()
-    with Publisher(tmp_path, anchor_every=1, write=gate) as publisher:
+    with Publisher(
+        WritableDirectory(tmp_path, write=gate), versions=VersionSettings(anchor_every=1)
+    ) as publisher:
         done = [publisher.publish(state) for state in states[4:7]]
     assert [step.anchor_fault for step in done] == [""] * 3
     assert (tmp_path / "anchor_v000007").exists()
@@ -128,7 +138,7 @@ def test_an_anchor_that_cannot_be_written_is_named_and_due_again(
 def test_a_version_that_is_refused_leaves_the_anchor_before_it(
     tmp_path: Path, states: tuple[State, ...]
 ) -> None:
-    with Publisher(tmp_path, anchor_every=1) as publisher:
+    with Publisher(tmp_path, versions=VersionSettings(anchor_every=1)) as publisher:
         for state in states[:2]:
             publisher.publish(state)
         with pytest.raises(ConfigError, match="given twice"):
@@ -146,7 +156,9 @@ def test_the_publisher_that_takes_a_store_over_gets_no_anchor_of_the_older_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    older = Publisher(tmp_path, anchor_every=1, write=gate)
+    older = Publisher(
+        WritableDirectory(tmp_path, write=gate), versions=VersionSettings(anchor_every=1)
+    )
     for state in states[:2]:
         older.publish(state)
     assert gate.reached.wait(_WAIT_S)
@@ -172,11 +184,11 @@ def test_an_anchor_s_last_room_goes_to_no_skip_delta(
         return sum(file.stat().st_size for path in store.glob("*_v*") for file in path.iterdir())
 
     store = tmp_path / "free"
-    with Publisher(store, skip_deltas=False, anchor_every=8) as publisher:
+    with Publisher(store, versions=VersionSettings(skip_deltas=False, anchor_every=8)) as publisher:
         for state in states[:9]:
             publisher.publish(state)
     quota, store = size() + 8, tmp_path / "store"
-    with Publisher(store, max_bytes=quota, anchor_every=8) as publisher:
+    with Publisher(store, versions=VersionSettings(max_bytes=quota, anchor_every=8)) as publisher:
         for state in states[:9]:
             assert not publisher.publish(state).anchor_fault
     assert (store / "anchor_v000009").exists()
@@ -186,7 +198,10 @@ def test_an_anchor_s_last_room_goes_to_no_skip_delta(
 def test_old_versions_go_once_the_anchor_that_replaces_them_is_there(
     tmp_path: Path, states: tuple[State, ...], same: Same, gate: Gate
 ) -> None:
-    publisher = Publisher(tmp_path, anchor_every=1, keep_versions=1, write=gate)
+    publisher = Publisher(
+        WritableDirectory(tmp_path, write=gate),
+        versions=VersionSettings(anchor_every=1, keep_versions=1),
+    )
     for state in states[:2]:
         publisher.publish(state)
     assert gate.reached.wait(_WAIT_S)
@@ -214,7 +229,7 @@ def test_an_object_store_s_anchor_is_written_beside_the_step_too(
         write_all(draft, files)
 
     monkeypatch.setattr(ObjectDraft, "write_all", held_up)
-    with Publisher(url, anchor_every=1) as publisher:
+    with Publisher(url, versions=VersionSettings(anchor_every=1)) as publisher:
         for state in states[:2]:
             publisher.publish(state)
         assert same(_received(url, 2, states[0]), states[1])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.elements.bits import Bits
+from weightsync.publish.settings import WorkSettings
 from weightsync.publish.share import Compared, StateComparison
 
 MIB = 1 << 20
@@ -27,23 +28,25 @@ class _Counting(Executor):
 
 
 def _compared(entry: str, bits: Bits) -> Compared:
-    return Compared(entry, None)
+    return entry, None
 
 
 def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
     """(entries in order of output, most bytes held at a time, the pool)."""
     pool = _Counting()
-    comparison = StateComparison(_compared, pool, threads=2, in_flight_bytes=in_flight_bytes)
+    comparison = StateComparison(
+        _compared, pool, WorkSettings(threads=2, in_flight_bytes=in_flight_bytes)
+    )
     came: list[str] = []
     held = most = 0
     for number, size in enumerate(sizes):
         for done in comparison.make_room(size):
-            came.append(done.entry)
-            held -= sizes[int(done.entry)]
+            came.append(done[0])
+            held -= sizes[int(done[0])]
         comparison.add(str(number), np.empty(size, dtype=np.uint8))
         held += size
         most = max(most, held)
-    came += [done.entry for done in comparison.finish()]
+    came += [done[0] for done in comparison.finish()]
     return came, most, pool
 
 

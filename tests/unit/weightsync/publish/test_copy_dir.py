@@ -12,7 +12,9 @@ import torch
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import write_durably
+from weightsync.publish.directory_writer import WritableDirectory
 from weightsync.publish.last_published import MappedFile
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -25,7 +27,7 @@ Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
 def begun(tmp_path: Path, states: tuple[State, ...]) -> tuple[Path, Path]:
     """A store with versions 1 and 2, and the copy that its publisher left."""
     store, copy_dir = tmp_path / "store", tmp_path / "copy"
-    with Publisher(store, copy_dir=copy_dir) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
         publisher.publish(states[0])
         assert not publisher.publish(states[1]).is_full
     return store, copy_dir
@@ -42,7 +44,7 @@ def test_a_restarted_publisher_goes_on_with_a_delta(
 ) -> None:
     store, copy_dir = begun
     for version in (3, 4):
-        with Publisher(store, copy_dir=copy_dir) as publisher:
+        with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
             step = publisher.publish(iter(states[version - 1].items()))
         assert (step.version, step.is_full) == (version, False)
         assert same(_received(store, version, states[0]), states[version - 1])
@@ -53,7 +55,9 @@ def test_tied_names_stay_tied_over_a_restart(tmp_path: Path) -> None:
     state = {"embed": weight, "head": weight}
     for value in range(3):
         weight[5] = value
-        with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
+        with Publisher(
+            tmp_path / "store", work=WorkSettings(copy_dir=tmp_path / "copy")
+        ) as publisher:
             step = publisher.publish(state)
         assert step.is_full == (value == 0)
         received = _received(tmp_path / "store", step.version, state)
@@ -83,7 +87,7 @@ def test_a_torn_copy_is_thrown_away(
 ) -> None:
     store, copy_dir = begun
     damage(copy_dir / name)
-    with Publisher(store, copy_dir=copy_dir) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
         assert publisher.publish(states[2]).is_full
         assert not publisher.publish(states[3]).is_full
     assert same(_received(store, 4, states[0]), states[3])
@@ -96,7 +100,7 @@ def test_a_copy_of_another_store_is_thrown_away(
     with Publisher(tmp_path / "other") as publisher:
         publisher.publish(states[5])
         publisher.publish(states[6])
-    with Publisher(tmp_path / "other", copy_dir=copy_dir) as publisher:
+    with Publisher(tmp_path / "other", work=WorkSettings(copy_dir=copy_dir)) as publisher:
         assert publisher.publish(states[7]).is_full
     assert same(_received(tmp_path / "other", 3, states[0]), states[7])
 
@@ -106,9 +110,9 @@ def test_a_copy_that_is_behind_its_store_is_thrown_away(
 ) -> None:
     store, copy_dir = begun
     shutil.copytree(copy_dir, tmp_path / "before")
-    with Publisher(store, copy_dir=copy_dir) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
         publisher.publish(states[2])
-    with Publisher(store, copy_dir=tmp_path / "before") as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=tmp_path / "before")) as publisher:
         assert publisher.publish(states[3]).is_full
     assert same(_received(store, 4, states[0]), states[3])
 
@@ -116,7 +120,7 @@ def test_a_copy_that_is_behind_its_store_is_thrown_away(
 def test_a_copy_with_a_new_store_is_thrown_away(
     begun: tuple[Path, Path], tmp_path: Path, states: tuple[State, ...]
 ) -> None:
-    with Publisher(tmp_path / "new", copy_dir=begun[1]) as publisher:
+    with Publisher(tmp_path / "new", work=WorkSettings(copy_dir=begun[1])) as publisher:
         assert publisher.publish(states[0]).is_full
 
 
@@ -135,7 +139,11 @@ def test_a_copy_that_went_wrong_makes_no_anchor_and_a_full_version_follows(
                 file.write(b"\x01")
         return size
 
-    with Publisher(store, anchor_every=1, copy_dir=tmp_path / "copy", write=flip) as publisher:
+    with Publisher(
+        WritableDirectory(store, write=flip),
+        versions=VersionSettings(anchor_every=1),
+        work=WorkSettings(copy_dir=tmp_path / "copy"),
+    ) as publisher:
         publisher.publish({"a": still, "b": states[0]["layer.weight"]})
         torn = publisher.publish({"a": still, "b": states[1]["layer.weight"]})
         assert not torn.is_full
@@ -150,10 +158,10 @@ def test_a_copy_that_went_wrong_makes_no_anchor_and_a_full_version_follows(
 def test_a_copy_has_one_publisher(begun: tuple[Path, Path], tmp_path: Path) -> None:
     store, copy_dir = begun
     with (
-        Publisher(store, copy_dir=copy_dir),
+        Publisher(store, work=WorkSettings(copy_dir=copy_dir)),
         pytest.raises(ConfigError, match="another publisher's copy_dir"),
     ):
-        Publisher(tmp_path / "second", copy_dir=copy_dir)
+        Publisher(tmp_path / "second", work=WorkSettings(copy_dir=copy_dir))
 
 
 def test_a_full_version_that_never_became_the_newest_is_no_chain_s_beginning(
@@ -165,7 +173,9 @@ def test_a_full_version_that_never_became_the_newest_is_no_chain_s_beginning(
     with Publisher(store) as elsewhere:
         assert elsewhere.publish(states[2]).is_full
     (store / "LATEST").write_bytes(latest)
-    with Publisher(store, copy_dir=copy_dir, keep_versions=1) as publisher:
+    with Publisher(
+        store, work=WorkSettings(copy_dir=copy_dir), versions=VersionSettings(keep_versions=1)
+    ) as publisher:
         step = publisher.publish(states[2])
     assert (step.version, step.is_full) == (4, False)
     assert same(_received(store, 4, states[0]), states[2])
@@ -181,11 +191,11 @@ def test_a_record_that_cannot_be_written_costs_a_restart_a_full_version_and_noth
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    with Publisher(store, copy_dir=copy_dir) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
         monkeypatch.setattr(MappedFile, "record", full_disk)
         assert publisher.publish(states[2]).version == 3
         assert not publisher.publish(states[3]).is_full
     monkeypatch.undo()
-    with Publisher(store, copy_dir=copy_dir) as publisher:
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
         step = publisher.publish(states[0])
     assert (step.version, step.is_full) == (5, True)

@@ -18,7 +18,8 @@ from harvester.platform.backoff import RetryLimits
 from tests import frail_objects
 from tests.frail_objects import Bucket, Killed
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter, Base
-from weightsync.publish.object_writer import WritableObjects
+from weightsync.publish.object_writer import WritableObjectStore
+from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
 from weightsync.publish.store_writer import store_name, writable_store
 from weightsync.publisher import Published, Publisher
 from weightsync.reading.store import Store
@@ -57,7 +58,7 @@ def url(
 
 
 def publisher(url: str = URL, **options: Any) -> Publisher:
-    return Publisher(WritableObjects(url, streams=3, retries=HASTY), **options)
+    return Publisher(WritableObjectStore(url, streams=3, retries=HASTY), **options)
 
 
 def received(url: str, version: int, like: State) -> State:
@@ -82,7 +83,9 @@ def test_every_version_is_exact_and_followed(
     done: list[Published] = []
     current = None
     with (
-        publisher(url, anchor_every=4, shard_bytes=200) as publishing,
+        publisher(
+            url, versions=VersionSettings(anchor_every=4), work=WorkSettings(shard_bytes=200)
+        ) as publishing,
         closing(Receiver(url)) as receiver,
     ):
         for state in states[:8]:
@@ -128,7 +131,7 @@ def test_a_large_full_version_is_several_files_at_once(
 def test_old_versions_go_and_a_quota_is_kept(
     bucket: Bucket, states: tuple[State, ...], same: Same
 ) -> None:
-    with publisher(anchor_every=3, keep_versions=4) as publishing:
+    with publisher(versions=VersionSettings(anchor_every=3, keep_versions=4)) as publishing:
         for state in states:
             publishing.publish(state)
     assert min(versions(bucket)) == "anchor_v000007"
@@ -137,13 +140,16 @@ def test_old_versions_go_and_a_quota_is_kept(
         assert same(received(URL, version, states[0]), states[version - 1])
     full = sum(len(raw) for path, raw in bucket.objects.items() if "anchor_v000010" in path)
     bucket.objects.clear()
-    with publisher(anchor_every=3, max_bytes=3 * full) as publishing:
+    with publisher(versions=VersionSettings(anchor_every=3, max_bytes=3 * full)) as publishing:
         for state in states[:9]:
             publishing.publish(state)
             assert sum(map(len, bucket.objects.values())) <= 3 * full + 1000
     assert same(received(URL, 9, states[0]), states[8])
     before = dict(bucket.objects)
-    with publisher(max_bytes=full) as publishing, pytest.raises(Exhausted, match="max_bytes="):
+    with (
+        publisher(versions=VersionSettings(max_bytes=full)) as publishing,
+        pytest.raises(Exhausted, match="max_bytes="),
+    ):
         publishing.publish(states[9])
     changed = {p for p, raw in bucket.objects.items() if before.get(p) != raw} - {_OWNER}
     assert not changed
@@ -158,8 +164,8 @@ def test_a_kill_at_any_call_leaves_the_version_before_whole(
     bucket: Bucket, tmp_path: Path, states: tuple[State, ...], same: Same, copy_lasts: bool
 ) -> None:
     """A publish of several files that also writes an anchor and deletes an old version."""
-    options = {"anchor_every": 2, "shard_bytes": 200, "keep_versions": 1}
-    with publisher(**options) as publishing:
+    options = {"versions": VersionSettings(anchor_every=2, keep_versions=1)}
+    with publisher(work=WorkSettings(shard_bytes=200), **options) as publishing:
         for state in states[:2]:
             publishing.publish(state)
         first = bucket.calls
@@ -167,7 +173,8 @@ def test_a_kill_at_any_call_leaves_the_version_before_whole(
     for call in range(1, bucket.calls - first + 1):
         bucket.objects.clear()
         copy_dir = tmp_path / f"copy-{call}" if copy_lasts else None
-        publishing = publisher(copy_dir=copy_dir, **options)
+        work = WorkSettings(shard_bytes=200, copy_dir=copy_dir)
+        publishing = publisher(work=work, **options)
         for state in states[:2]:
             publishing.publish(state)
         bucket.before = _at(bucket.calls + call, Killed())
@@ -177,7 +184,7 @@ def test_a_kill_at_any_call_leaves_the_version_before_whole(
         found = latest()
         assert found in {2, 3}
         assert same(received(URL, found, states[0]), states[found - 1])
-        with publisher(copy_dir=copy_dir, **options) as successor:
+        with publisher(work=work, **options) as successor:
             step = successor.publish(states[3])
         assert step.version > found
         assert step.is_full != copy_lasts
@@ -218,7 +225,9 @@ def test_calls_that_fail_now_and_then_are_made_again(
             raise TimeoutError("the store did not answer")
 
     bucket.before = before
-    with publisher(anchor_every=3, shard_bytes=200) as publishing:
+    with publisher(
+        versions=VersionSettings(anchor_every=3), work=WorkSettings(shard_bytes=200)
+    ) as publishing:
         for state in states[:6]:
             publishing.publish(state)
     for version in range(1, 7):
@@ -252,7 +261,7 @@ def test_a_store_that_is_gone_is_exhausted_and_changes_nothing(
         if made == call:
             raise OSError("connection refused")
 
-    with publisher(shard_bytes=200) as publishing:
+    with publisher(work=WorkSettings(shard_bytes=200)) as publishing:
         publishing.publish(states[0])
         bucket.before = before
         with pytest.raises(Exhausted, match="connection refused"):
@@ -270,7 +279,7 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
 ) -> None:
     """The listing stays empty through two publishers, one of which is killed after its index."""
     bucket.lists_late = True
-    publishing = publisher(anchor_every=3, keep_versions=2)
+    publishing = publisher(versions=VersionSettings(anchor_every=3, keep_versions=2))
     for state in states[:3]:
         publishing.publish(state)
     numbers = iter(range(1000))
@@ -285,12 +294,12 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
     bucket.before, bucket.is_dead = _nothing, False
     assert latest() == 3
     assert "bucket/job-a/weight_v000004/READY" in bucket.objects
-    with publisher(anchor_every=2, keep_versions=2) as successor:
+    with publisher(versions=VersionSettings(anchor_every=2, keep_versions=2)) as successor:
         steps = [successor.publish(state) for state in states[4:8]]
     assert [step.version for step in steps] == [5, 6, 7, 8], "version 4 has an index already"
     bucket.lists_late = False
     assert same(received(URL, 8, states[0]), states[7])
-    with publisher(anchor_every=2, keep_versions=2) as last:
+    with publisher(versions=VersionSettings(anchor_every=2, keep_versions=2)) as last:
         last.publish(states[8])
     assert "weight_v000001" not in versions(bucket)
     assert same(received(URL, 9, states[0]), states[8])
@@ -320,14 +329,14 @@ def test_a_publisher_that_is_taken_over_at_any_call_breaks_nothing(
 
     Just before the older one's last call, LATEST ends on what the older one published: a version.
     """
-    with publisher(shard_bytes=200) as alone:
+    with publisher(work=WorkSettings(shard_bytes=200)) as alone:
         alone.publish(states[0])
         first = bucket.calls
         alone.publish(states[1])
     refused = 0
     for call in range(1, bucket.calls - first + 1):
         bucket.objects.clear()
-        older = publisher(shard_bytes=200)
+        older = publisher(work=WorkSettings(shard_bytes=200))
         older.publish(states[0])
         wanted = bucket.calls + call
         newest: list[Published] = []
@@ -373,7 +382,11 @@ def test_ranks_need_a_directory_to_agree_in(
 ) -> None:
     with pytest.raises(ConfigError, match="ranks_dir"):
         publisher(rank=0, ranks=2)
-    crew = [publisher(rank=rank, ranks=2, ranks_dir=tmp_path, anchor_every=1) for rank in (0, 1)]
+    options = {
+        "exchange": ExchangeSettings(ranks_dir=tmp_path),
+        "versions": VersionSettings(anchor_every=1),
+    }
+    crew = [publisher(rank=rank, ranks=2, **options) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         for state in states[:3]:
             names = sorted(state)
@@ -390,7 +403,7 @@ def test_ranks_need_a_directory_to_agree_in(
 def test_a_rank_writes_only_what_a_version_was_begun_as() -> None:
     for begun in ("../x~0123abcd", "weight_v000001", "weight_v000001~../../", "a~0123abcd", ""):
         with pytest.raises(PeerProtocolError):
-            WritableObjects(URL).draft(begun)
+            WritableObjectStore(URL).draft(begun)
 
 
 def test_an_adapter_is_a_directory_that_peft_loads(bucket: Bucket) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
 from tests.virtual_clock import VirtualClock
-from weightsync.publish.ranks import RANKS_DIRECTORY, Alone, RanksByFiles
+from weightsync.publish.ranks import RANKS_DIRECTORY, RanksByFiles, SingleRank
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -161,6 +161,6 @@ def test_a_rank_of_another_trainer_that_still_lives_keeps_this_one_out(tmp_path:
 
 
 def test_one_rank_alone_hears_itself() -> None:
-    with Alone().exchange(1) as talk:
+    with SingleRank().exchange(1) as talk:
         words = talk.gather(Said("all of it"))
         assert talk.tell(words[0], Said) == Said("all of it")

@@ -23,9 +23,10 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publish.agreement import PublishOrder, RankEntries, RankReport, SkippedEntries
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.directory_writer import FileWriter, WritableDirectory
 from weightsync.publish.ranks import RanksByFiles
-from weightsync.publish.store_writer import FileWriter
+from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -64,11 +65,10 @@ class Crew:
         writers = write or {}
         self.publishers = [
             Publisher(
-                store,
+                WritableDirectory(store, write=writers.get(rank, write_durably)),
                 rank=rank,
                 ranks=RANKS,
-                rank_timeout_s=60.0,
-                write=writers.get(rank, write_durably),
+                exchange=ExchangeSettings(rank_timeout_s=60.0),
                 **options,
             )
             for rank in range(RANKS)
@@ -115,7 +115,7 @@ def _published(done: list[Published | BaseException]) -> Published:
 def test_every_version_of_slices_is_the_whole_model(
     tmp_path: Path, states: tuple[State, ...], same: Same, encoding: Encoding
 ) -> None:
-    with Crew(tmp_path, anchor_every=3, encoding=encoding) as crew:
+    with Crew(tmp_path, versions=VersionSettings(anchor_every=3, encoding=encoding)) as crew:
         done = []
         for state in states[:6]:
             done.append(_published(crew.publish(shares_of(state))))
@@ -276,7 +276,7 @@ def test_a_rank_killed_at_any_byte_leaves_the_version_before(
             left -= len(whole) + 1
             return write_durably(path, [whole])
 
-        with Crew(store, {victim: write}, clock=clock) as crew:
+        with Crew(store, {victim: write}, work=WorkSettings(clock=clock)) as crew:
             _published(crew.publish(shares_of(states[0])))
             left = budget
             done = crew.publish(shares_of(states[1]))
@@ -307,7 +307,12 @@ def test_a_rank_killed_while_it_writes_an_anchor_does_not_take_the_version_back(
             raise Killed
         return write_durably(path, chunks)
 
-    with Crew(tmp_path, {victim: write}, clock=clock, anchor_every=1) as crew:
+    with Crew(
+        tmp_path,
+        {victim: write},
+        work=WorkSettings(clock=clock),
+        versions=VersionSettings(anchor_every=1),
+    ) as crew:
         crew.publish(shares_of(states[0]))
         done = crew.publish(shares_of(states[1]))
     assert isinstance(done.pop(victim), Killed)
@@ -340,12 +345,12 @@ def test_ranks_go_on_with_their_mapped_copies(
 ) -> None:
     store, copies = tmp_path / "store", tmp_path / "copies"
     for version, state in enumerate(states[:3], 1):
-        with Crew(store, copy_dir=copies) as crew:
+        with Crew(store, work=WorkSettings(copy_dir=copies)) as crew:
             step = _published(crew.publish(shares_of(state)))
         assert (step.version, step.is_full) == (version, version == 1)
         assert same(_received(store, version, states[0]), state)
     (copies / "copy-00001.json").unlink()
-    with Crew(store, copy_dir=copies) as crew:
+    with Crew(store, work=WorkSettings(copy_dir=copies)) as crew:
         assert _published(crew.publish(shares_of(states[3]))).is_full, "one copy is not enough"
     assert same(_received(store, 4, states[0]), states[3])
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.layout.slices import SliceRecord, tiles
-from weightsync.publish.intake import ShardSlice, part_of
+from weightsync.publish.trainer_state import ShardSlice, part_of
 
 
 @dataclass

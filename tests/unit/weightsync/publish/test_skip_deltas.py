@@ -14,6 +14,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import Kind, VersionRef, named_ref
 from weightsync.publish import composing, skip_deltas
+from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publish.skip_deltas import due_bases
 from weightsync.publish.version_writer import VersionWriter
 from weightsync.publisher import Publisher
@@ -130,7 +131,7 @@ def test_dense_changes_between_others_are_composed(tmp_path: Path, same: Same) -
 
 def test_a_restarted_publisher_goes_on_with_them(tmp_path: Path, states: tuple[State, ...]) -> None:
     for part in (states[:3], states[2:7]):
-        _published(tmp_path / "store", part, copy_dir=tmp_path / "copy")
+        _published(tmp_path / "store", part, work=WorkSettings(copy_dir=tmp_path / "copy"))
     assert _skips(tmp_path / "store") == ["skip_v000001_v000005"]
 
 
@@ -138,9 +139,9 @@ def test_a_restarted_publisher_goes_on_with_them(tmp_path: Path, states: tuple[S
     "settings", [{"skip_deltas": False}, {"encoding": Encoding.XOR}, {"anchor_every": 3}]
 )
 def test_a_store_has_none_where_they_are_off_or_anchors_are_nearer(
-    tmp_path: Path, states: tuple[State, ...], settings: dict[str, object]
+    tmp_path: Path, states: tuple[State, ...], settings: dict[str, Any]
 ) -> None:
-    _published(tmp_path / "store", states, **settings)
+    _published(tmp_path / "store", states, versions=VersionSettings(**settings))
     assert _skips(tmp_path / "store") == []
 
 
@@ -212,7 +213,9 @@ def test_a_failure_at_the_end_masks_no_error_of_the_trainer_and_keeps_no_lock(
         raise ConfigError("it has another publisher")
 
     def train() -> None:
-        with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
+        with Publisher(
+            tmp_path / "store", work=WorkSettings(copy_dir=tmp_path / "copy")
+        ) as publisher:
             for state in states[:5]:
                 publisher.publish(state)
             monkeypatch.setattr(VersionWriter, "begin_skip", failing)
@@ -222,7 +225,7 @@ def test_a_failure_at_the_end_masks_no_error_of_the_trainer_and_keeps_no_lock(
     with pytest.raises(ZeroDivisionError):
         train()
     monkeypatch.undo()
-    with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
+    with Publisher(tmp_path / "store", work=WorkSettings(copy_dir=tmp_path / "copy")) as publisher:
         assert publisher.publish(states[5]).version == 6
 
 
@@ -235,14 +238,14 @@ def test_those_that_wait_for_the_next_publish_take_little_memory(
         waiting.append(composed_skip(*given, **named))
         return waiting[-1]
 
-    monkeypatch.setattr(composing, "ROOM_BYTES", 1 << 20)
+    monkeypatch.setattr(composing, "BUDGET_BYTES", 1 << 20)
     monkeypatch.setattr(skip_deltas, "composed_skip", observed)
     generator = torch.Generator().manual_seed(5)
     states = tuple(
         {f"w{i}": torch.randn(1 << 17, generator=generator).bfloat16() for i in range(8)}
         for _ in range(5)
     )
-    _published(tmp_path / "store", states, shard_bytes=1)
+    _published(tmp_path / "store", states, work=WorkSettings(shard_bytes=1))
     (files,) = (skip.files.values() for skip in waiting)
     kept_bytes = sum(file.content.kept_bytes for file in files)
     assert 0 < kept_bytes <= 1 << 19 < sum(file.size_bytes for file in files)
@@ -273,7 +276,7 @@ def test_a_store_that_falls_silent_is_waited_for_once(
 def test_a_version_fits_into_the_quota_by_their_deletion(
     tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _published(tmp_path / "all", states, skip_deltas=False)
+    _published(tmp_path / "all", states, versions=VersionSettings(skip_deltas=False))
     quota = sum(file.stat().st_size for file in (tmp_path / "all").rglob("*") if file.is_file())
     finished, composed_skip = threading.Event(), skip_deltas.composed_skip
 
@@ -285,7 +288,7 @@ def test_a_version_fits_into_the_quota_by_their_deletion(
 
     monkeypatch.setattr(skip_deltas, "composed_skip", observed)
     seen: set[str] = set()
-    with Publisher(tmp_path / "store", max_bytes=quota) as publisher:
+    with Publisher(tmp_path / "store", versions=VersionSettings(max_bytes=quota)) as publisher:
         for state in states:
             if publisher.publish(state).version == 5:
                 assert finished.wait(60)
@@ -298,7 +301,9 @@ def test_a_version_fits_into_the_quota_by_their_deletion(
 
 
 def test_those_of_a_pruned_chain_are_deleted(tmp_path: Path, states: tuple[State, ...]) -> None:
-    _published(tmp_path / "store", states, anchor_every=5, keep_versions=1)
+    _published(
+        tmp_path / "store", states, versions=VersionSettings(anchor_every=5, keep_versions=1)
+    )
     assert _skips(tmp_path / "store") == []
     assert (tmp_path / "store" / "anchor_v000011").exists()
 

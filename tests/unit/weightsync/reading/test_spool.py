@@ -9,7 +9,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from weightsync.elements.state_hash import digest_of
-from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import MemoryStaging, Spool
 from weightsync.transport.ranges import ByteSpan
 
@@ -19,7 +19,7 @@ DATA = np.random.default_rng(0).integers(0, 256, 3 * MIB, dtype=np.uint8)
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    return Spool(MemoryRoom(2 * MIB), tmp_path)
+    return Spool(MemoryBudget(2 * MIB), tmp_path)
 
 
 def test_a_fitting_part_stays_in_memory_and_the_rest_is_read_back(
@@ -66,4 +66,4 @@ def test_a_full_disk_is_exhausted(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_directory_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        Spool(MemoryRoom(2 * MIB), tmp_path / "nowhere").stage(DATA.size)
+        Spool(MemoryBudget(2 * MIB), tmp_path / "nowhere").stage(DATA.size)

@@ -16,7 +16,8 @@ from weightsync.encoding.codec import Encoding, decode, encode_as
 from weightsync.encoding.delta import Delta
 from weightsync.follower import Follower
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.settings import VersionSettings
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.reading.spool import MemoryStaging
 from weightsync.receive.stored_delta import StoredDelta
@@ -61,7 +62,7 @@ STATES = _states()
 @pytest.fixture(scope="module", params=[Encoding.ROSEMUX, Encoding.XOR])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bounded") / "store"
-    with Publisher(root, encoding=request.param) as publisher:
+    with Publisher(root, versions=VersionSettings(encoding=request.param)) as publisher:
         for state in STATES:
             publisher.publish(state)
     return root

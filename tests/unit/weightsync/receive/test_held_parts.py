@@ -11,7 +11,7 @@ from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import TensorSpec, bytes_of
 from weightsync.encoding.delta import DenseDelta, XorDelta, checked_apply
 from weightsync.layout.slices import SliceRecord, Slicing
-from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
+from weightsync.reading.memory_budget import MIN_STAGING_BYTES, MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.receive import held_parts as subject
 from weightsync.receive.full_state import FullState, StoredEntry
@@ -70,7 +70,7 @@ def test_held_parts_are_assembled_from_any_slices(
     whole = np.arange(np.prod(shape), dtype=np.uint16)
     slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
     parts = held_parts(layout, slicing, boxes)
-    spool = Spool(MemoryRoom(MIN_STAGING_BYTES))
+    spool = Spool(MemoryBudget(MIN_STAGING_BYTES))
     entries = {}
     for entry, held in parts.parts.items():
         record = slicing.records.get(entry) or whole_box("w", layout["w"])

@@ -8,7 +8,7 @@ import pytest
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
-from weightsync.serve.shelf import LatestWatch, SourceShelf
+from weightsync.serve.served_stores import LatestWatch, SourceStores
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
 
@@ -86,17 +86,17 @@ async def test_readers_that_wait_at_many_stores_delay_no_read(
 ) -> None:
     ended, root = Event(), StoreRoot(tmp_path)
     monkeypatch.setattr(root, "store", lambda _: HeldSource(tmp_path, ended))
-    shelf = SourceShelf(root)
+    served = SourceStores(root)
     waiting = [
-        asyncio.create_task(shelf.latest(f"job-{number}", b"weight_v000001", wait_s=20.0))
+        asyncio.create_task(served.latest(f"job-{number}", b"weight_v000001", wait_s=20.0))
         for number in range(40)
     ]
     try:
         await asyncio.sleep(0.2)
         async with asyncio.timeout(5):
-            assert await shelf.directories("job-0") == ("weight_v000001",)
+            assert await served.directories("job-0") == ("weight_v000001",)
     finally:
         ended.set()
         for task in waiting:
             task.cancel()
-        await shelf.close()
+        await served.close()

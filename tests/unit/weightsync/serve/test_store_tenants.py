@@ -16,7 +16,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.platform.tenants import Tenants
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
-from weightsync.serve.server import Listening, ServingLimits
+from weightsync.serve.server import ListenSettings, ServingLimits
 from weightsync.transport.access import VARIABLES, Access
 from weightsync.transport.http_source import HttpSource
 
@@ -224,9 +224,9 @@ def test_a_plain_token_file_is_followed_by_server_and_reader(stores: Path, tmp_p
 
 
 def test_off_loopback_a_tenants_file_is_a_token_file_too(file: Path) -> None:
-    assert Listening(host="0.0.0.0", tenants=Tenants.load(file)).host == "0.0.0.0"
+    assert ListenSettings(host="0.0.0.0", tenants=Tenants.load(file)).host == "0.0.0.0"
     with pytest.raises(ConfigError, match="--tenants"):
-        Listening(host="0.0.0.0")
+        ListenSettings(host="0.0.0.0")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import TensorSpec, spec_of
-from weightsync.publish.intake import ShardSlice
+from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot

@@ -75,23 +75,6 @@ def within_box(positions: Positions, dims: Positions, kept: Numbers, inside: Pos
 
 
 @compiled
-def write_gaps(positions: Positions, gaps: Bytes) -> int:
-    """Write ascending positions as a gap stream; returns its length. `gaps` has room for an escape
-    every GAP_ESCAPE elements."""
-    after, at = _NONE, 0
-    for i in range(positions.size):
-        gap = positions[i] - after
-        after = positions[i] + _ONE
-        while gap >= np.uint64(GAP_ESCAPE):
-            gaps[at] = GAP_ESCAPE
-            gap -= np.uint64(GAP_ESCAPE)
-            at += 1
-        gaps[at] = gap
-        at += 1
-    return at
-
-
-@compiled
 def pick_signs(signs: Bytes, kept: Numbers, picked: Bytes) -> None:
     """Write the sign bits with these indices; `picked` is zeroed."""
     for i in range(kept.size):

@@ -5,15 +5,7 @@ tensors in transit. A tensor larger than a half goes alone. Decides on sizes onl
 nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from typing import TypeVar
-
 from harvester.contracts.errors import ConfigError
-from weightsync.elements.batches import spread
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 STAGING_BYTES = 1 << 30
 """A step of a 70 GB model fits undecoded, and one of a 10 GB model decoded, which shortens the
@@ -21,7 +13,7 @@ pause; a full checkpoint of either waits in a file."""
 MIN_STAGING_BYTES = 1 << 20
 
 
-class MemoryRoom:
+class MemoryBudget:
     """Memory budget of one staging. Used by one thread at a time."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -33,7 +25,7 @@ class MemoryRoom:
 
     @property
     def lent_bytes(self) -> int:
-        """Largest number of bytes in transit at a time."""
+        """Largest number of bytes in transit at a time, for `spread` of batches.py."""
         return self.limit_bytes // 2
 
     def keep(self, size_bytes: int) -> bool:
@@ -44,13 +36,3 @@ class MemoryRoom:
 
     def give_back(self, size_bytes: int) -> None:
         self._kept_bytes -= size_bytes
-
-    def spread(
-        self,
-        pool: Executor,
-        work: Callable[[K], T],
-        items: Sequence[K],
-        size_of: Callable[[K], int],
-    ) -> Iterator[T]:
-        """See batches.py; the items in transit fit into the lent memory, or one goes alone."""
-        return spread(pool, work, items, size_of, limit_bytes=self.lent_bytes)

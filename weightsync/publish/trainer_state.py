@@ -141,7 +141,7 @@ class Piece:
         return bits_of(tensor.detach().clone() if own else tensor)
 
 
-class Intake:
+class TrainerState:
     """Iterate over it once. Only a state dict sets `pieces` and `ties` beforehand."""
 
     def __init__(

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import cut_positions
+from weightsync.elements import box_positions
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoding, decode, encode_as
@@ -18,7 +18,7 @@ from weightsync.encoding.plain import plain_deltas, plain_payload
 from weightsync.encoding.planes import planes_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
-from weightsync.layout.cut_delta import cut_delta, cut_deltas, warm_up
+from weightsync.layout.box_delta import box_delta, box_deltas, warm_up
 from weightsync.layout.slices import SliceRecord
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
@@ -58,7 +58,7 @@ def _delta(form: str, old: Bits, new: Bits, spec: TensorSpec) -> Delta | None:
         return encoded and decode(encoded.encoding, memoryview(encoded.payload), spec)
     if form == "plain":
         plain = np.frombuffer(plain_payload(old, new).payload, np.uint8)
-        return plain_deltas(plain, [(0, plain.size)], [spec])[0]
+        return plain_deltas(plain, {"w": (0, plain.size)}, {"w": spec}).get("w")
     if form == "planes":
         payload = planes_payload(old, new)
         return decode_rosemux(memoryview(payload), spec)
@@ -93,7 +93,7 @@ def test_a_box_changes_as_the_whole_does(
     delta = _delta(form, old, new, spec)
     if delta is None:
         return
-    cut = cut_delta(delta, box, width)
+    cut = box_delta(delta, box, width)
     held = box.read(old).copy()
     wanted = box.read(new)
     digest = apply_all([cut], held, hashed=True)
@@ -126,7 +126,7 @@ def test_a_cut_delta_keeps_nothing_of_the_rest(form: str) -> None:
     old, new = _states(spec.elements, 2, SHARES.get(form, 0.3), 3)
     delta = _delta(form, old, new, spec)
     assert delta is not None
-    cut = cut_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), 2)
+    cut = box_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), 2)
     for name in cut.__dataclass_fields__:  # type: ignore[attr-defined]
         value = getattr(cut, name)
         if isinstance(value, np.ndarray):
@@ -137,7 +137,7 @@ def test_a_cut_delta_keeps_nothing_of_the_rest(form: str) -> None:
 def test_a_warm_process_compiles_nothing_for_a_version() -> None:
     """The loops take numbers of one width, whatever the tensor's."""
     warm_up()
-    loops = [loop for loop in vars(cut_positions).values() if hasattr(loop, "signatures")]
+    loops = [loop for loop in vars(box_positions).values() if hasattr(loop, "signatures")]
     before = [len(loop.signatures) for loop in loops]
     assert len(loops) >= 5
     for form in ("sparse", "groups", "plain", "overwrite"):
@@ -146,7 +146,7 @@ def test_a_warm_process_compiles_nothing_for_a_version() -> None:
             old, new = _states(spec.elements, width, SHARES.get(form, 0.3), 3)
             delta = _delta(form, old, new, spec)
             if delta is not None:
-                decoded = cut_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), width)
+                decoded = box_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), width)
                 assert decoded.elements == 8 * 64
     assert [len(loop.signatures) for loop in loops] == before
 
@@ -166,7 +166,7 @@ def test_a_difference_wider_than_an_element_is_refused_for_a_box() -> None:
     body = b"".join(map(varint, (0, 1, 0, *sizes))) + bytes(1) + positions + codes
     delta = decode_rosemux(memoryview(head + body), TensorSpec("U8", (64,)))
     with pytest.raises(Corrupt, match="wider than an element"):
-        cut_delta(delta, SliceRecord("w", (64,), (0,), (32,)), 1)
+        box_delta(delta, SliceRecord("w", (64,), (0,), (32,)), 1)
 
 
 @pytest.mark.parametrize("form", ["sparse", "groups"])
@@ -179,20 +179,20 @@ def test_the_boxes_of_many_experts_take_one_pass_over_the_changes(
     delta = _delta(form, old, new, spec)
     assert delta is not None
     looked_at = 0
-    within_box = cut_positions.within_box
+    within_box = box_positions.within_box
 
     def counted(positions: Bits, *rest: Bits) -> int:
         nonlocal looked_at
         looked_at += positions.size
         return within_box(positions, *rest)
 
-    monkeypatch.setattr(cut_positions, "within_box", counted)
+    monkeypatch.setattr(box_positions, "within_box", counted)
     boxes = [
         SliceRecord("w", spec.shape, (expert, at, 0), (1, rows // 2, columns))
         for expert in range(experts)
         for at in (0, rows // 2)
     ]
-    for box, cut in zip(boxes, cut_deltas(delta, boxes, 2), strict=True):
+    for box, cut in zip(boxes, box_deltas(delta, boxes, 2), strict=True):
         held = box.read(old).copy()
         apply_all([cut], held)
         assert np.array_equal(held, box.read(new))

@@ -28,7 +28,7 @@ from weightsync.receive.checkpoint import Checkpoint, check_ours, sweep, write_c
 _LOCK_FILE = ".rosemux-lock"
 
 
-class KeptDirectory:
+class CheckpointDirectory:
     """Owns one directory; a lock keeps a second owner out."""
 
     def __init__(self, directory: Path, pool: Executor) -> None:
@@ -74,10 +74,11 @@ class KeptDirectory:
             self.checkpoint = Checkpoint(self.path)
             layout = self.checkpoint.layout()
             self.digests = state_hash.digests_of(layout, layout, self.checkpoint.bits, self._pool)
-        if isinstance(record, Held) and record.contents_hash != self.contents_hash(self.digests):
-            record = _doubted(record)
-            write_record(self.path, record)
         self.record = record
+        if isinstance(record, Held) and record.contents_hash != self.contents_hash(self.digests):
+            # The files changed by themselves: no version until they match it again.
+            version, contents = record.version, record.contents_hash
+            self.begin(version, record.state_hash, contents, record.digests, base=None)
 
     def begin(
         self, version: WeightVersion, state_hash: str, contents_hash: str, after: Digests,
@@ -128,17 +129,3 @@ class KeptDirectory:
 
     def _next_sequence(self) -> int:
         return 1 if self.record is None else self.record.sequence + 1
-
-
-def _doubted(held: Held) -> Applying:
-    """A record for files that changed by themselves: no version until they match it again."""
-    return Applying(
-        version=held.version,
-        state_hash=held.state_hash,
-        contents_hash=held.contents_hash,
-        base_version=None,
-        base_state_hash=None,
-        sequence=held.sequence + 1,
-        before={},
-        after=held.digests,
-    )

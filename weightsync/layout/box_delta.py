@@ -12,12 +12,12 @@ from math import prod
 import numpy as np
 
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import cut_positions
+from weightsync.elements import box_positions
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
 from weightsync.elements.groups import Positions
-from weightsync.elements.scan import GAP_ESCAPE
-from weightsync.encoding.codec import Encoding, encode_as
+from weightsync.elements.scan import GAP_ESCAPE, write_gaps
+from weightsync.encoding.codec import encode
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -33,13 +33,13 @@ from weightsync.encoding.sparse import compared
 from weightsync.layout.slices import SliceRecord
 
 
-def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
+def box_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
     """The delta of `box` alone, in its own memory. `width_bytes`: of an element."""
-    return cut_deltas(delta, [box], width_bytes)[0]
+    return box_deltas(delta, [box], width_bytes)[0]
 
 
-def cut_deltas(delta: Delta, boxes: Sequence[SliceRecord], width_bytes: int) -> list[Delta]:
-    """`cut_delta` for each of several boxes."""
+def box_deltas(delta: Delta, boxes: Sequence[SliceRecord], width_bytes: int) -> list[Delta]:
+    """`box_delta` for each of several boxes."""
     return _cut(delta, boxes, width_bytes) if boxes else []
 
 
@@ -49,11 +49,11 @@ def warm_up() -> None:
     new = old.copy()
     new[::8], new[1] = 1, 9
     spec, box = TensorSpec("BF16", old.shape), SliceRecord("", old.shape, (1,), (2,))
-    encoded = encode_as(Encoding.ROSEMUX, old[:64], new[:64])
+    encoded = encode(old[:64], new[:64])
     assert encoded is not None
-    cut_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
+    box_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
     grouped = grouped_payload(old.size, compared(old, new))
-    cut_delta(decode_rosemux(memoryview(grouped), spec), box, 2)
+    box_delta(decode_rosemux(memoryview(grouped), spec), box, 2)
 
 
 @singledispatch
@@ -95,8 +95,8 @@ def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) 
 def _sparse(delta: SparseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
     far = np.empty(delta.far_planes.shape[1], np.uint64)
-    cut_positions.stream_positions(_read_only(delta.gaps), small)
-    cut_positions.stream_positions(_read_only(delta.far_gaps), far)
+    box_positions.stream_positions(_read_only(delta.gaps), small)
+    box_positions.stream_positions(_read_only(delta.far_gaps), far)
     return [_streams(box, small, delta.signs, far, delta.far_planes) for box in boxes]
 
 
@@ -112,7 +112,7 @@ def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> l
         np.empty(part.changes, np.uint64) for part in (found.small, found.far, found.codes)
     )
     for part, positions in ((found.small, small), (found.far, far), (found.codes, ends)):
-        cut_positions.group_positions(part, found.low_bits, positions)
+        box_positions.group_positions(part, found.low_bits, positions)
     # Codes are stored as gaps are; wide ones beside them.
     codes = np.diff(ends, prepend=np.uint64(0)) + np.uint64(NEAREST_FAR - 1)
     codes[:1] += np.uint64(1)
@@ -129,7 +129,7 @@ def _streams(
     kept, inside = _between(small, box)
     far_kept, far_inside = _between(far, box)
     picked = np.zeros((kept.size + 7) // 8, np.uint8)
-    cut_positions.pick_signs(_read_only(signs), kept, picked)
+    box_positions.pick_signs(_read_only(signs), kept, picked)
     elements = prod(box.lengths)
     return SparseDelta(
         elements,
@@ -149,10 +149,11 @@ def _read_only(data: Bytes) -> Bytes:
 
 def _gaps(positions: Positions, elements: int) -> Bytes:
     gaps = np.empty(positions.size + elements // GAP_ESCAPE, np.uint8)
-    return gaps[: cut_positions.write_gaps(positions, gaps)].copy()
+    size_bytes, _ = write_gaps(positions, 0, 0, gaps, 0)
+    return gaps[:size_bytes].copy()
 
 
-def _between(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numbers, Positions]:
+def _between(positions: Positions, box: SliceRecord) -> tuple[box_positions.Numbers, Positions]:
     """`_within` of ascending positions, of which only those from the box's first to its last
     element are looked at."""
     dims = _dims(box).astype(np.int64)
@@ -163,10 +164,10 @@ def _between(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numb
     return kept + start, inside
 
 
-def _within(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numbers, Positions]:
+def _within(positions: Positions, box: SliceRecord) -> tuple[box_positions.Numbers, Positions]:
     """Indices of the positions that are in the box, and their positions there."""
     kept, inside = np.empty(positions.size, np.int64), np.empty(positions.size, np.uint64)
-    found = cut_positions.within_box(positions, _dims(box), kept, inside)
+    found = box_positions.within_box(positions, _dims(box), kept, inside)
     return kept[:found], inside[:found]
 
 

@@ -1,6 +1,6 @@
 """A weight server's source of files: stores by name, on any storage.
 
-`SourceShelf` reads every file in place; relay.py's shelf keeps copies. Both belong to one event
+`SourceStores` reads every file in place; relay.py's stores keep copies. Both belong to one event
 loop and read in threads.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -18,9 +18,6 @@ from weightsync.serve.composed_versions import ComposedVersions
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
-
-if TYPE_CHECKING:
-    from weightsync.reading.spool import SpooledFile
 
 _TURN_S = 2.0
 """Longest duration of one request, and so of a shutdown's wait for it."""
@@ -61,7 +58,7 @@ class LatestWatch:
         return found
 
 
-class ShelfFile(Protocol):
+class ServedFile(Protocol):
     """One file while it is open."""
 
     @property
@@ -74,7 +71,7 @@ class ShelfFile(Protocol):
         """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
 
 
-class Shelf(Protocol):
+class ServedStores(Protocol):
     """Raises FileNotFoundError for unknown stores and files."""
 
     async def composes(self, store: str) -> bool:
@@ -88,7 +85,7 @@ class Shelf(Protocol):
 
     def open(
         self, store: str, path: str, *, doubted: bool
-    ) -> AbstractAsyncContextManager[ShelfFile]:
+    ) -> AbstractAsyncContextManager[ServedFile]:
         """A file of a version; `doubted` if a reader received wrong bytes."""
 
     async def close(self) -> None: ...
@@ -100,14 +97,14 @@ class OpenStore:
     watch: LatestWatch
 
 
-class SourceShelf:
+class SourceStores:
     """Serves stores directly from a root, and what `composed` adds to them."""
 
     def __init__(self, root: StoreRoot, composed: ComposedVersions | None = None) -> None:
         self._root = root
         self._composed = composed
         self._clock = MonotonicClock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-serve")
         self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
 
@@ -128,7 +125,7 @@ class SourceShelf:
         return await self.store(store).watch.after(known, wait_s)
 
     @asynccontextmanager
-    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ServedFile]:
         source = self.store(store).source
         if doubted:
             source.doubt(path)
@@ -140,9 +137,11 @@ class SourceShelf:
             if self._composed is None or ref is None or ref.kind is not Kind.SKIP:
                 raise
             file = await self._composed.file(store, source, ref, name, doubted=doubted)
-            yield _ComposedFile(self, file)
+            yield OpenFile(file.size_bytes, lambda span: file.content.read(span).tobytes(), self)
         else:
-            yield _SourceFile(self, source, path, size)
+            yield OpenFile(
+                size, lambda span: source.bytes_at(path, span.start, span.size_bytes), self
+            )
 
     async def close(self) -> None:
         if self._composed is not None:
@@ -178,35 +177,15 @@ class SourceShelf:
 
 
 @dataclass(frozen=True, slots=True)
-class _SourceFile:
-    shelf: SourceShelf
-    source: StoreSource
-    path: str
+class OpenFile:
+    """A file of which every span can be read at once, by `content` in a thread of the stores."""
+
     size_bytes: int
+    content: Callable[[ByteSpan], bytes | bytearray]
+    stores: SourceStores
 
     def expect(self, span: ByteSpan) -> None:
-        """No-op: the source reads on request only."""
+        """No-op: nothing has to be brought first."""
 
-    async def read(self, span: ByteSpan) -> bytearray:
-        def read() -> bytearray:
-            into = bytearray(span.size_bytes)
-            self.source.read_range(self.path, span.start, memoryview(into))
-            return into
-
-        return await self.shelf.threaded(read)
-
-
-@dataclass(frozen=True, slots=True)
-class _ComposedFile:
-    shelf: SourceShelf
-    file: "SpooledFile"
-
-    @property
-    def size_bytes(self) -> int:
-        return self.file.size_bytes
-
-    def expect(self, span: ByteSpan) -> None:
-        """No-op: all of it is here."""
-
-    async def read(self, span: ByteSpan) -> bytes:
-        return await self.shelf.threaded(lambda: self.file.content.read(span).tobytes())
+    async def read(self, span: ByteSpan) -> bytes | bytearray:
+        return await self.stores.threaded(lambda: self.content(span))
