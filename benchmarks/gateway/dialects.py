@@ -62,7 +62,7 @@ _DECODER = msgspec.json.Decoder(AnyRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TurnRoute:
     """`whole(n)` is a reply of n tokens, `event(k, n)` the stream's event with token k of n."""
 
     path: str
@@ -154,21 +154,21 @@ def _ids_of_text(reply: dict[str, Any]) -> list[int]:
     return [int(word) for choice in reply["choices"] for word in choice["text"].split()]
 
 
-GENERATE = Route(
+GENERATE = TurnRoute(
     path="/inference/v1/generate",
     body=_generate_body,
     whole=lambda n: _engine_reply(range(1, n + 1), "length"),
     event=lambda k, n: _engine_reply(range(k, k + 1), _finish(k, n)),
     ids=_ids_of_choices,
 )
-COMPLETIONS = Route(
+COMPLETIONS = TurnRoute(
     path="/v1/completions",
     body=_completion_body,
     whole=lambda n: _completion(range(1, n + 1), "length"),
     event=lambda k, n: _completion(range(k, k + 1), _finish(k, n)),
     ids=_ids_of_text,
 )
-SGLANG = Route(
+SGLANG = TurnRoute(
     path="/generate",
     body=_sglang_body,
     whole=lambda n: _sglang(n, "length"),
@@ -179,7 +179,7 @@ SGLANG = Route(
 ROUTES = {route.path: route for route in (GENERATE, COMPLETIONS, SGLANG)}
 
 
-def request_bytes(route: Route, *, number: int, tokens: int, stream: bool, port: int) -> bytes:
+def request_bytes(route: TurnRoute, *, number: int, tokens: int, stream: bool, port: int) -> bytes:
     body = _encode(route.body(number, tokens, stream))
     head = (
         f"POST {route.path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
@@ -188,7 +188,7 @@ def request_bytes(route: Route, *, number: int, tokens: int, stream: bool, port:
     return head.encode() + body
 
 
-def ids_of_reply(route: Route, reply: ReplyReader, *, stream: bool) -> list[int]:
+def ids_of_reply(route: TurnRoute, reply: ReplyReader, *, stream: bool) -> list[int]:
     """Ids in the order of the reply. Raises ValueError for a reply that is none."""
     payload = reply.payload()
     if reply.status != 200:

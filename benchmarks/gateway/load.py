@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import cast
 
-from benchmarks.gateway.dialects import Route, ids_of_reply, request_bytes
+from benchmarks.gateway.dialects import TurnRoute, ids_of_reply, request_bytes
 from benchmarks.gateway.http_messages import ReplyReader
 from harvester.contracts.clock import monotonic_ns
 
@@ -37,7 +37,7 @@ class Exchange:
 class Requests:
     """Requests of one route and size to one port; their numbers count up."""
 
-    route: Route
+    route: TurnRoute
     port: int
     tokens: int
     stream: bool

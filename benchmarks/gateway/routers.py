@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.gateway.dialects import COMPLETIONS, GENERATE, SGLANG, Route
+from benchmarks.gateway.dialects import COMPLETIONS, GENERATE, SGLANG, TurnRoute
 from benchmarks.testbed.processes import Child, Processes
 from harvester.contracts.errors import ConfigError
 
@@ -23,7 +23,7 @@ class Arm:
     """One router and one of its routes; without a router the load goes to an engine itself."""
 
     router: str
-    route: Route
+    route: TurnRoute
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from benchmarks.gateway.dialects import (
     MODEL,
     ROUTES,
     AnyRequest,
-    Route,
+    TurnRoute,
     prompt_ids,
 )
 from benchmarks.gateway.http_messages import RequestReader
@@ -62,18 +62,18 @@ _FACTS: dict[bytes, Any] = {
 
 
 @cache
-def chunk(route: Route, place: int, tokens: int) -> bytes:
+def chunk(route: TurnRoute, place: int, tokens: int) -> bytes:
     event = b"data: " + _encode(route.event(place, tokens)) + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
 @cache
-def whole(route: Route, tokens: int) -> bytes:
+def whole(route: TurnRoute, tokens: int) -> bytes:
     return _reply(_encode(route.whole(tokens)))
 
 
 @cache
-def streamed(route: Route, tokens: int) -> bytes:
+def streamed(route: TurnRoute, tokens: int) -> bytes:
     events = (chunk(route, place, tokens) for place in range(1, tokens + 1))
     return _STREAM_HEAD + b"".join(events) + _STREAM_END
 
@@ -157,7 +157,7 @@ class _Connection(asyncio.Protocol):
             self._engine.step_s = msgspec.json.decode(body, type=float)
         return _encode(_FACTS.get(path, {}))
 
-    def _generate(self, route: Route, request: AnyRequest) -> None:
+    def _generate(self, route: TurnRoute, request: AnyRequest) -> None:
         now_ns, step_s, tokens = monotonic_ns(), self._engine.step_s, request.tokens
         self._engine.times[request.number] = times = [now_ns, now_ns, now_ns]
         if not step_s:
@@ -172,7 +172,13 @@ class _Connection(asyncio.Protocol):
             self._loop.call_at(began_s + tokens * step_s, self._end, route, tokens, times)
 
     def _step(
-        self, route: Route, tokens: int, times: list[int], began_s: float, step_s: float, place: int
+        self,
+        route: TurnRoute,
+        tokens: int,
+        times: list[int],
+        began_s: float,
+        step_s: float,
+        place: int,
     ) -> None:
         if self._transport.is_closing():
             return
@@ -187,7 +193,7 @@ class _Connection(asyncio.Protocol):
         pace = (route, tokens, times, began_s, step_s)
         self._loop.call_at(began_s + (place + 1) * step_s, self._step, *pace, place + 1)
 
-    def _end(self, route: Route, tokens: int, times: list[int]) -> None:
+    def _end(self, route: TurnRoute, tokens: int, times: list[int]) -> None:
         times[1] = times[2] = monotonic_ns()
         self._transport.write(whole(route, tokens))
 

@@ -1,21 +1,18 @@
 """OpenAPI documents of RoseMux's services, from the types that their handlers decode and encode.
 
-GET /openapi.json answers each. Tests compare its routes with those that are served, and replies
-with their statuses and schemas.
+GET /openapi.json answers each. Tests compare replies with its statuses and schemas.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from aiohttp import web
 
 from harvester.distribution import rosemux_version
-from harvester.platform.http_kit import json_reply
+from harvester.platform.route_table import JSON, Admission, Callers, ErrorReply, Route
 
 PATH = "/openapi.json"
-JSON, TEXT = "application/json", "text/plain"
 FAILURES: Mapping[int, str] = {
     206: "the part that Range names",
     304: "the caller has it already",
@@ -43,74 +40,65 @@ _ID = str.maketrans({" ": None, "/": "_", "{": None, "}": None, ".": "_"})
 
 Parameter: TypeAlias = tuple[str, str]
 """Place (`path`, `query` or `header`) and name."""
+DOCUMENT: Final[web.AppKey[dict[str, Any]]] = web.AppKey("document")
 
 
-class ErrorReply(msgspec.Struct, frozen=True):
-    """OpenAI's routes and vLLM's answer `{"error": {"message": ...}}`."""
+def serve_routes(
+    app: web.Application,
+    title: str,
+    routes: Iterable[Route],
+    *,
+    bases: tuple[str, ...] = ("",),
+    admit: Admission | None = None,
+    readers: Callers = Callers.READERS,
+    **shown: Any,
+) -> None:
+    """Serves the routes below each of the `bases`, and GET /openapi.json to `readers`: the document
+    that `shown` completes."""
 
-    error: str | dict[str, Any]
+    async def show() -> dict[str, Any]:
+        return app[DOCUMENT]
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    summary: str
-    takes: Any = None
-    """Type of the JSON body; None: no body, or it is not read."""
-    answers: Any = dict[str, Any]
-    """Type of the reply; None: the call is always refused."""
-    kinds: tuple[str, ...] = (JSON,)
-    """Content types of the answer; none: it has no body."""
-    query: tuple[str, ...] = ()
-    headers: tuple[str, ...] = ()
-    refuses: tuple[int, ...] = ()
-    """Statuses beside 200 that are this route's own; others come with a body, a name in the path
-    and the service."""
-    fails: tuple[str, ...] = (JSON,)
-    """Content types of the route's own refusals."""
-    repeats: Any = ErrorReply
-    """Type of a 408: an ErrorReply, unless it is an answer to a call that is to be repeated."""
+    own = Route(f"GET {PATH}", "This document", callers=readers, handler=show)
+    every = [*routes, own]
+    app[DOCUMENT] = document(title, every, **shown)
+    app.add_routes([each.definition(base, admit) for base in bases for each in every])
 
 
 def document(
     title: str,
-    operations: Mapping[str, Operation],
+    routes: Sequence[Route],
     *,
-    parameters: Callable[[str, Operation], Iterable[Parameter]] = lambda _path, _operation: (),
-    refuses: Callable[[str], Iterable[int]] = lambda _name: (),
+    parameters: Callable[[Route], Iterable[Parameter]] = lambda _route: (),
+    refuses: Callable[[Route], Iterable[int]] = lambda _route: (401, 403),
     retried: Collection[int] = (),
     servers: tuple[dict[str, Any], ...] = ({"url": "/"},),
 ) -> dict[str, Any]:
-    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside its own, and `refuses`,
-    which has the statuses that the service answers on that route by itself. Replies of a `retried`
-    status say when to try again."""
-    kinds = [
-        kind for each in operations.values() for kind in (each.takes, each.answers, each.repeats)
-    ]
+    """As OpenAPI 3.1. `parameters` beside a route's own; `refuses`: statuses of the service itself,
+    where it asks for a token. Replies of a `retried` status say when to try again."""
+    kinds = [kind for each in routes for kind in (each.body, each.reply, each.repeats)]
     known = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(
         [ErrorReply, *known], ref_template=_SCHEMAS
     )
     error, shown = schemas[0], iter(schemas[1:])
     paths: dict[str, dict[str, Any]] = {}
-    for name, operation in operations.items():
-        method, path = name.split(" ")
-        takes = None if operation.takes is None else next(shown)
-        answers = None if operation.answers is None else next(shown)
+    for route in routes:
+        takes = None if route.body is None else next(shown)
+        answers = None if route.reply is None else next(shown)
         repeats = next(shown)
         body = {} if takes is None else {"requestBody": {"content": {JSON: {"schema": takes}}}}
-        refused = operation.answers is None
-        answered = {} if refused else {"200": _response(answers, operation.kinds)}
-        for status in sorted({*_refusals(path, operation), *refuses(name)}):
+        answered = {} if answers is None else {"200": _response(answers, route.kinds)}
+        known_callers = () if route.callers is Callers.ANYONE else refuses(route)
+        for status in sorted({*_refusals(route), *known_callers}):
             failed = _response(
-                repeats if status == 408 else error,
-                _kinds(status, operation),
-                FAILURES[status],
+                repeats if status == 408 else error, _kinds(status, route), FAILURES[status]
             )
             answered[str(status)] = failed | (_RETRIED if status in retried else {})
-        given = [*_own_parameters(path, operation), *parameters(path, operation)]
-        paths.setdefault(path, {})[method.lower()] = {
-            "summary": operation.summary,
-            "operationId": name.lower().translate(_ID),
+        given = [*_own_parameters(route), *parameters(route)]
+        paths.setdefault(route.path, {})[route.method.lower()] = {
+            "summary": route.summary,
+            "operationId": f"{route.method}{route.path}".lower().translate(_ID),
             "parameters": [_parameter(*each) for each in given],
             **body,
             "responses": answered,
@@ -128,13 +116,6 @@ def document(
     }
 
 
-def openapi_route(shown: dict[str, Any]) -> web.RouteDef:
-    async def show(_request: web.Request) -> web.Response:
-        return json_reply(shown)
-
-    return web.get(PATH, show)
-
-
 def _response(
     schema: Any, kinds: tuple[str, ...], words: str = "see docs/protocol.md"
 ) -> dict[str, Any]:
@@ -142,10 +123,10 @@ def _response(
     return {"description": words, "content": content}
 
 
-def _kinds(status: int, operation: Operation) -> tuple[str, ...]:
+def _kinds(status: int, route: Route) -> tuple[str, ...]:
     """Content types of another status than 200: a part has the whole's, 304 has no body."""
-    own = operation.fails if status in operation.refuses else (JSON,)
-    return {206: operation.kinds, 304: ()}.get(status, own)
+    own = route.fails if status in route.refuses else (JSON,)
+    return {206: route.kinds, 304: ()}.get(status, own)
 
 
 _RETRIED = {
@@ -153,15 +134,15 @@ _RETRIED = {
 }
 
 
-def _refusals(path: str, operation: Operation) -> set[int]:
-    named = (400,) if "{" in path else ()
-    read = () if operation.takes is None else _WITH_BODY
-    return {*_ANY_ROUTE, *named, *read, *operation.refuses}
+def _refusals(route: Route) -> set[int]:
+    named = (400,) if "{" in route.path else ()
+    read = () if route.body is None else _WITH_BODY
+    return {*_ANY_ROUTE, *named, *read, *route.refuses}
 
 
-def _own_parameters(path: str, operation: Operation) -> list[Parameter]:
-    parts = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    places = {"path": parts, "query": operation.query, "header": operation.headers}
+def _own_parameters(route: Route) -> list[Parameter]:
+    parts = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    places = {"path": parts, "query": route.query, "header": route.headers}
     return [(place, name) for place, names in places.items() for name in names]
 
 

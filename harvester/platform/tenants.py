@@ -2,7 +2,7 @@
 
 import hmac
 import stat
-from collections.abc import Collection
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,7 +14,9 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NAME_RULE, TenantId
 from harvester.platform.bearer import MIN_TOKEN_BYTES, check_token_file, read_tokens
+from harvester.platform.openapi_document import PATH
 from harvester.platform.renewed import Renewed
+from harvester.platform.route_table import Callers, Route
 from harvester.platform.yaml_file import FrozenSettings, parse_fields, read_text
 
 OPERATOR, OBSERVER = TenantId("operator"), TenantId("observer")
@@ -74,17 +76,21 @@ class Tenants:
                 found = tenant
         return found if scheme.lower() == "bearer" else None
 
-    def caller(self, authorization: str, *, observes: bool = False) -> TenantId | None:
-        """The tenant; None: the operator, the observer if the call `observes`, and everyone without
-        tokens. Raises HTTPUnauthorized and HTTPForbidden."""
+    def caller(self, authorization: str, callers: Callers = Callers.TENANTS) -> TenantId | None:
+        """The tenant; None: the operator, the observer, and everyone without tokens. Raises
+        HTTPUnauthorized, and HTTPForbidden for one that is not of the `callers`."""
         if self.open_to_all:
             return None
         tenant = self.tenant_of(authorization)
         if tenant is None:
             raise web.HTTPUnauthorized(reason="send Authorization: Bearer <token>")
-        if tenant == OBSERVER and not observes:
+        if tenant == OBSERVER and callers not in (Callers.READERS, Callers.OBSERVERS):
             raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
-        return None if tenant in (OPERATOR, OBSERVER) else tenant
+        if tenant in (OPERATOR, OBSERVER):
+            return None
+        if callers in (Callers.OBSERVERS, Callers.OPERATOR):
+            raise web.HTTPForbidden(reason=f"send the token of {callers}")
+        return tenant
 
     def reads(self, tenant: TenantId | None, store: str) -> bool:
         """Whether the store is one of the caller's: the file's `stores` name or match it."""
@@ -92,22 +98,18 @@ class Tenants:
         return any(fnmatchcase(store, pattern) for pattern in patterns)
 
 
-def tenant_required(
-    tenants: Tenants, *, observed: Collection[str], reserved: Collection[str]
-) -> Middleware:
-    """Refuses requests without a token of the file, but for a probe's; sets TENANT.
-
-    The observer may read paths in `observed` and `reserved`, tenants all but the `reserved`.
-    """
+def tenant_required(tenants: Tenants, routes: Iterable[Route]) -> Middleware:
+    """Refuses requests without a token of the file that the path's route asks for, but for probes;
+    sets TENANT."""
+    known = {PATH: Callers.READERS, "/healthz": Callers.ANYONE}
+    known |= {route.path: route.callers for route in routes}
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/healthz":
-            sent, path = request.headers.get("Authorization", ""), request.path
-            tenant = tenants.caller(sent, observes=path in observed or path in reserved)
-            if tenant is not None and path in reserved:
-                raise web.HTTPForbidden(reason=f"send the token of {OPERATOR} or {OBSERVER}")
-            request[TENANT] = tenant
+        callers = known.get(request.path, Callers.TENANTS)
+        if callers is not Callers.ANYONE:
+            sent = request.headers.get("Authorization", "")
+            request[TENANT] = tenants.caller(sent, callers)
         return await handler(request)
 
     return middleware

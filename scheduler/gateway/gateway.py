@@ -1,19 +1,7 @@
 """The gateway's HTTP routes. Decodes, authenticates, and hands over to the scheduler.
 
-POST /inference/v1/generate             one turn; JSON, or SSE with "stream": true
-POST /v1/jobs/{job}/versions            a version was published
-POST /v1/jobs/{job}/activate            the engines serve this job from now on
-POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
-POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
-POST /v1/stops                          hold, drain or resume all agents' slots (operator)
-/v1/jobs/{job}/vllm/..., /pause, ...    the job's engines as one vLLM server (weight_sync.py)
-/v1/chat/completions, ...               OpenAI's routes (text_routes.py)
-/generate, ...                          SGLang's (sglang_routes.py)
-/workers, /pull_weights, ...            a trainer's only engine (engine_list_routes.py)
-/api/v1/asample, ...                    Tinker's (tinker_routes.py)
-/inference/v1/abort_requests, ...       aborts, and ends of trajectories (abort_routes.py)
-GET  /v1/status   /metrics   /healthz   /readyz   /openapi.json (openapi.py)
-/jobs/{job}/...                         all of these again, for one job (job_paths.py)
+Its own routes are here, those of clients of vLLM, OpenAI, SGLang, Tinker and of trainers' engines
+beside the dialects; /jobs/{job} has all of them again, for one job (job_paths.py).
 """
 
 import logging
@@ -31,6 +19,7 @@ from aiohttp.typedefs import Handler
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
+from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
     GENERATE_ROUTE,
@@ -39,7 +28,7 @@ from harvester.contracts.wire.rollouts import (
     GenerateRequest,
     VersionSwitched,
 )
-from harvester.contracts.wire.stops import StopRequest
+from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.platform.http_kit import (
     COUNT_READ,
     RETRY_AFTER,
@@ -50,39 +39,34 @@ from harvester.platform.http_kit import (
     json_reply,
     whole_body,
 )
-from harvester.platform.openapi_document import openapi_route
+from harvester.platform.openapi_document import serve_routes
+from harvester.platform.route_table import Callers, Route, metrics_route, routes_of
 from harvester.platform.tenant_shares import Pressure, TenantShares
-from harvester.platform.tenants import OBSERVER, OPERATOR, Tenants
+from harvester.platform.tenants import OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.dialects.engine_list_routes import EngineListRoutes
 from scheduler.gateway.dialects.event_stream import event_stream
 from scheduler.gateway.dialects.renderer import RendererFault, RenderRefused
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.sglang_routes import SglangRoutes
-from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION
 from scheduler.gateway.dialects.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
-from scheduler.gateway.dialects.text_routes import (
-    OPENAI_ROUTES,
-    RENDERER_ROUTES,
-    TextRoutes,
-    wants_usage,
-)
-from scheduler.gateway.dialects.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
+from scheduler.gateway.dialects.text_routes import OPENAI_ROUTES, TextRoutes, wants_usage
+from scheduler.gateway.dialects.tinker_routes import TinkerRoutes
 from scheduler.gateway.dialects.weight_sync import WeightSyncRoutes
 from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.gateway_status import render_metrics, status_of
 from scheduler.gateway.job_paths import (
+    JOB_BASE,
     JOB_OF_MODEL,
     SHOWN_CHARS,
     job_named,
     job_of_model,
     route_of,
-    with_base_paths,
 )
 from scheduler.gateway.job_switches import Switch, SwitchRequest
 from scheduler.gateway.loop_share import LoopEntry, LoopShare
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.openapi import RETRIED, document
+from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SAMPLES, SHOWN, TURN
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.turn import SHUTTING_DOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
@@ -152,10 +136,8 @@ _STATUSES = {
     web.HTTPException: None,
 }
 _ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
-_LARGE_BODY_ROUTES = frozenset(
-    (GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE, *RENDERER_ROUTES)
-)
-"""Routes whose bodies are prompts: all that are open at once are counted."""
+
+_probe = partial(Route, refuses=(503,), callers=Callers.ANYONE)
 
 
 class Gateway:
@@ -184,30 +166,27 @@ class Gateway:
             ],
             client_max_size=settings.max_body_bytes,
         )
-        self.app.add_routes(
-            with_base_paths(
-                [
-                    web.post(GENERATE_ROUTE, self._generate),
-                    web.post("/v1/jobs/{job}/versions", self._publish),
-                    web.post("/v1/jobs/{job}/activate", self._activate),
-                    *(
-                        web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
-                        for switch in Switch
-                    ),
-                    *WeightSyncRoutes(scheduler, self._job).routes(),
-                    *TextRoutes(scheduler, self._job, self._admitted).routes(),
-                    *AbortRoutes(scheduler, self._job).routes(),
-                    *SglangRoutes(scheduler, self._job, self._admitted).routes(),
-                    *EngineListRoutes(scheduler, self._job, self._activated).routes(),
-                    *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
-                    openapi_route(document()),
-                    web.post("/v1/stops", self._stop),
-                    web.get("/v1/status", self._status),
-                    web.get("/metrics", self._metrics),
-                    web.get("/healthz", self._healthz),
-                    web.get("/readyz", self._readyz),
-                ]
-            )
+        routes = routes_of(
+            self,
+            WeightSyncRoutes(scheduler),
+            TextRoutes(scheduler, self._admitted),
+            AbortRoutes(scheduler),
+            SglangRoutes(scheduler, self._admitted),
+            EngineListRoutes(scheduler, self._activated),
+            TinkerRoutes(scheduler, self._admitted, self.open_bodies),
+        )
+        metrics = partial(render_metrics, scheduler)
+        routes.append(metrics_route(metrics, callers=Callers.OBSERVERS))
+        self._prompts = frozenset(each.path for each in routes if each.body_bytes is None)
+        """Routes whose bodies are prompts: all that are open at once are counted."""
+        serve_routes(
+            self.app,
+            "gateway",
+            routes,
+            bases=("", JOB_BASE),
+            admit=self._arguments,
+            readers=Callers.ANYONE,
+            **SHOWN,
         )
 
     def open(self) -> None:
@@ -219,7 +198,7 @@ class Gateway:
 
     @web.middleware
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if route_of(request) not in _LARGE_BODY_ROUTES:
+        if route_of(request) not in self._prompts:
             return await handler(request)
         await self._entry.enter()
         jobs, possible = self._scheduler.jobs, self._possible_jobs(request)
@@ -243,8 +222,15 @@ class Gateway:
                     request[JOB_OF_MODEL] = job
             return await handler(request)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        job = self._job(request)
+    @Route(
+        f"POST {GENERATE_ROUTE}",
+        "One turn, token ids in and out",
+        GenerateRequest,
+        GenerateReply,
+        refuses=SAMPLES,
+        **TURN,
+    )
+    async def _generate(self, job: JobId, request: web.Request) -> web.StreamResponse:
         checked = self._checked(job, await whole_body(request))
         asked, can_ask_again = _with_id(checked), bool(checked.request_id)
         trajectory = trajectory_of(request, asked.request_id)
@@ -299,29 +285,30 @@ class Gateway:
             raise Exhausted(f"{why}and no engine's model is known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
-    async def _publish(self, request: web.Request) -> web.Response:
-        job = self._job(request)
-        published = await decoded_body(request, AnnouncedVersion, most_bytes=SMALL_BODY_BYTES)
+    @Route("POST /v1/jobs/{job}/versions", "A version was published", refuses=NEW_VERSION)
+    async def _publish(self, job: JobId, body: AnnouncedVersion) -> VersionSwitched:
         engines = await self._scheduler.versions.publish(
             VersionPublished(
                 job=job,
-                store=checked_name(published.store, what="store"),
-                version=published.version,
-                state_hash=published.state_hash,
-                cut_exact=published.cut_open_turns,
+                store=checked_name(body.store, what="store"),
+                version=body.version,
+                state_hash=body.state_hash,
+                cut_exact=body.cut_open_turns,
             )
         )
         active = self._scheduler.versions.is_active(job)
-        return json_reply(
-            VersionSwitched(version=published.version, engines=engines, active=active)
-        )
+        return VersionSwitched(version=body.version, engines=engines, active=active)
 
-    async def _activate(self, request: web.Request) -> web.Response:
+    @Route(
+        "POST /v1/jobs/{job}/activate",
+        "Serve this job from now on",
+        refuses=(*NEW_VERSION, 408, 413),
+    )
+    async def _activate(self, job: JobId, request: web.Request) -> VersionSwitched:
         await decoded_body(request, Any, most_bytes=SMALL_BODY_BYTES, empty=b"{}")
-        return json_reply(await self._activated(request))
+        return await self._activated(job, request)
 
-    async def _activated(self, request: web.Request) -> VersionSwitched:
-        job = self._job(request)
+    async def _activated(self, job: JobId, request: web.Request) -> VersionSwitched:
         check = partial(self._check_displaced, self._tenant(request))
         version, engines = await self._scheduler.versions.activate(job, check=check)
         return VersionSwitched(version=WeightVersion(version), engines=engines)
@@ -341,44 +328,51 @@ class Gateway:
                 "have ended, or let the operator activate"
             )
 
-    async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
-        job = self._job(request)
-        given = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
-        if given.for_s is not None and not given.enabled:
+    @Route("POST /v1/jobs/{job}/harvesting", "Whether it leases slots", refuses=(503,))
+    @Route("POST /v1/jobs/{job}/dedicated", "Whether it uses dedicated engines", refuses=(503,))
+    async def _switch(
+        self, job: JobId, request: web.Request, body: SwitchRequest
+    ) -> dict[str, Any]:
+        switch = Switch(request.path.rpartition("/")[2])
+        if body.for_s is not None and not body.enabled:
             raise PeerProtocolError("for_s: send it with enabled: true alone")
-        recorded = self._scheduler.switches.set(job, switch, on=given.enabled, for_s=given.for_s)
-        body = {"job": job, switch.value: given.enabled}
-        return json_reply(body if recorded else body | {"recorded": False})
+        recorded = self._scheduler.switches.set(job, switch, on=body.enabled, for_s=body.for_s)
+        reply = {"job": job, switch.value: body.enabled}
+        return reply if recorded else reply | {"recorded": False}
 
-    async def _stop(self, request: web.Request) -> web.Response:
-        if self._tenant(request) is not None:
-            raise web.HTTPForbidden(reason=f"send the token of {OPERATOR}")
-        requested = await decoded_body(request, StopRequest, most_bytes=SMALL_BODY_BYTES)
-        reply = await self._scheduler.harvest.stops.order(requested)
+    @Route(
+        "POST /v1/stops",
+        "Hold, drain or resume the cluster",
+        refuses=(503,),
+        callers=Callers.OPERATOR,
+    )
+    async def _stop(self, body: StopRequest) -> ClusterStopReply:
+        reply = await self._scheduler.harvest.stops.order(body)
         self._scheduler.capacity_wake.set()
-        return json_reply(reply)
+        return reply
 
-    async def _status(self, request: web.Request) -> web.Response:
-        tenant = self._tenant(request, observes=True)
-        return json_reply(status_of(self._scheduler, now=self._clock.now(), tenant=tenant))
+    @Route("GET /v1/status", "Engines, jobs, queue, leases and counters", callers=Callers.READERS)
+    async def _status(self, tenant: str | None) -> GatewayStatus:
+        return status_of(self._scheduler, now=self._clock.now(), tenant=tenant)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        if self._tenant(request, observes=True) is not None:
-            raise web.HTTPForbidden(reason=f"send the token of {OPERATOR} or {OBSERVER}")
-        return web.Response(
-            body=render_metrics(self._scheduler),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
-
-    async def _healthz(self, _request: web.Request) -> web.Response:
+    @_probe("GET /healthz", "200, or 503 while it shuts down")
+    async def _healthz(self) -> web.Response:
         if self._closing:
             return error_reply(503, "shutting down", headers=RETRY_AFTER)
         return json_reply({"status": "ok"})
 
-    async def _readyz(self, request: web.Request) -> web.Response:
+    @_probe("GET /readyz", "200 while it takes turns, else 503")
+    async def _readyz(self) -> web.Response:
         if not self._open and not self._closing:
             return error_reply(503, "starting", headers=RETRY_AFTER)
-        return await self._healthz(request)
+        return await self._healthz()
+
+    def _arguments(self, request: web.Request, route: Route) -> dict[str, Any]:
+        """The job of a call that tenants may make, and the tenant of another one with a token."""
+        if route.callers is Callers.TENANTS:
+            return {"job": self._job(request)}
+        known = route.callers is not Callers.ANYONE
+        return {"tenant": self._tenant(request, route.callers)} if known else {}
 
     def _job(self, request: web.Request) -> JobId:
         """The job that is meant, if the caller may speak for it."""
@@ -401,10 +395,10 @@ class Gateway:
             raise PeerProtocolError(f"job {job} is not configured for this caller")
         return [job]
 
-    def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
+    def _tenant(self, request: web.Request, callers: Callers = Callers.TENANTS) -> str | None:
         """The caller; None: the operator, and everyone without tokens."""
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # Tinker's client sends this header.
-        return self._tenants.caller(request.headers.get("Authorization", key), observes=observes)
+        return self._tenants.caller(request.headers.get("Authorization", key), callers)
 
 
 def _with_id(asked: GenerateRequest) -> GenerateRequest:

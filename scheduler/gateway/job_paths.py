@@ -4,7 +4,7 @@ The base path /jobs/NAME has every route again, for clients that can send no hea
 one of the configured jobs, and nothing else: it is no path of a file.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, Final
 
 import msgspec
@@ -26,15 +26,6 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 _BODY = msgspec.json.Decoder(_Body)
-
-
-def with_base_paths(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
-    """The routes, and each of them again under the base path of a job."""
-    plain = list(routes)
-    based = [
-        web.RouteDef(each.method, JOB_BASE + each.path, each.handler, each.kwargs) for each in plain
-    ]
-    return plain + based
 
 
 def route_of(request: web.Request) -> str:

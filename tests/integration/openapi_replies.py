@@ -2,15 +2,25 @@
 
 import re
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import msgspec
 
+from harvester.contracts.clock import MonotonicClock
+from harvester.platform import openapi_document
+from harvester.platform.tenants import Tenants
+from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
-from scheduler.gateway.openapi import document
+from scheduler.gateway.settings import GatewaySettings
 
-DOCUMENT: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(document()))
+SETTINGS = GatewaySettings.model_validate({"jobs": [{"id": "j"}], "engines": [{"id": "e"}]})
+NOBODY: Any = SimpleNamespace(renderer=None)
+APPLICATION = Gateway(NOBODY, SETTINGS, Tenants.load(None), MonotonicClock()).app
+DOCUMENT: dict[str, Any] = msgspec.json.decode(
+    msgspec.json.encode(APPLICATION[openapi_document.DOCUMENT])
+)
 
 
 def operation_of(method: str, path: str) -> tuple[str, str]:

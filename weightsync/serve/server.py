@@ -1,4 +1,4 @@
-"""The HTTP server of stores: files by ranges, LATEST as it changes. `openapi` has its routes."""
+"""The HTTP server of stores: files by ranges, LATEST as it changes."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -6,16 +6,16 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.contracts.ids import TenantId, checked_name
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
-from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
+from harvester.platform.http_kit import error_reply, errors_as_replies
 from harvester.platform.logs import begin_log
-from harvester.platform.openapi_document import PATH, openapi_route
+from harvester.platform.openapi_document import serve_routes
+from harvester.platform.route_table import JSON, TEXT, Callers, Route, metrics_route, routes_of
 from harvester.platform.systemd import reporting
 from harvester.platform.tenant_shares import Pressure, TenantShares
 from harvester.platform.tenants import OPERATOR, TENANT, Tenants, tenant_required
@@ -29,7 +29,6 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
-from weightsync.serve.openapi import DOCUMENT
 from weightsync.serve.served_stores import ServedFile, ServedStores
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import StoreList, StoreVersions, index_etag, latest_etag
@@ -110,36 +109,37 @@ class WeightServer:
         self._active = TenantShares(self._limits.transfers_max, name="the bound on transfers")
 
     def app(self) -> web.Application:
+        metrics = metrics_route(self._metrics.render, callers=Callers.OBSERVERS)
+        routes = (*routes_of(self), metrics)
         app = web.Application(
             client_max_size=1024,
             middlewares=[
                 errors_as_replies(_STATUSES, try_later=(503,)),
-                tenant_required(self._tenants, observed=("/stores", PATH), reserved=("/metrics",)),
+                tenant_required(self._tenants, routes),
             ],
         )
-        app.add_routes(
-            [
-                web.get("/stores", self._stores),
-                web.get("/stores/{store}", self._directories),
-                web.get(f"/stores/{{store}}/{LATEST_FILE}", self._latest),
-                web.get("/stores/{store}/{directory}/{file}", self._file),
-                web.get("/healthz", self._healthz),
-                web.get("/metrics", self._exposition),
-                openapi_route(DOCUMENT),
-            ]
-        )
+        serve_routes(app, "weight server", routes, retried=(503,))
         return app
 
-    async def _stores(self, request: web.Request) -> web.Response:
+    @Route("GET /stores", "The caller's stores", refuses=(409, 503), callers=Callers.READERS)
+    async def _stores(self, request: web.Request) -> StoreList:
         found = await self._served.names()
         own = tuple(name for name in found if self._tenants.reads(request[TENANT], name))
-        return json_reply(StoreList(stores=own))
+        return StoreList(stores=own)
 
-    async def _directories(self, request: web.Request) -> web.Response:
+    @Route("GET /stores/{store}", "Versions", refuses=(404, 409, 503))
+    async def _directories(self, request: web.Request) -> StoreVersions:
         store = self._store(request)
         found, composes = await self._served.directories(store), await self._served.composes(store)
-        return json_reply(StoreVersions(directories=found, composes=composes))
+        return StoreVersions(directories=found, composes=composes)
 
+    @Route(
+        f"GET /stores/{{store}}/{LATEST_FILE}",
+        "The newest version; Prefer: wait=SECONDS waits for another one",
+        kinds=(TEXT,),
+        headers=("If-None-Match", "Prefer"),
+        refuses=(304, 404, 409, 503),
+    )
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = self._store(request), _known_latest(request)
         wait_s = min(_wait_s(request), self._limits.wait_max_s)
@@ -151,6 +151,13 @@ class WeightServer:
             return web.Response(status=304, headers=headers)
         return web.Response(body=raw, headers=headers, content_type="text/plain")
 
+    @Route(
+        "GET /stores/{store}/{directory}/{file}",
+        "A file or a range of it; an index whole, with an entity tag",
+        kinds=("application/octet-stream", JSON),
+        headers=("If-None-Match", "Range"),
+        refuses=(206, 304, 404, 409, 416, 503),
+    )
     async def _file(self, request: web.Request) -> web.StreamResponse:
         store, directory = self._store(request), request.match_info["directory"]
         name = checked_name(request.match_info["file"], what="file")
@@ -257,12 +264,9 @@ class WeightServer:
             raise FileNotFoundError(f"no store {name}")
         return name
 
-    async def _healthz(self, _request: web.Request) -> web.Response:
+    @Route("GET /healthz", "Transfers under way", kinds=(TEXT,), callers=Callers.ANYONE)
+    async def _healthz(self) -> web.Response:
         return web.Response(text=f"{self._active.held} transfers\n")
-
-    async def _exposition(self, _request: web.Request) -> web.Response:
-        body = self._metrics.render()
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def listen(

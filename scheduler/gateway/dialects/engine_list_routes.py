@@ -1,13 +1,8 @@
 """The gateway as the one engine of a trainer that lists engines, and as that trainer's router.
 
-GET  /workers   POST /workers        SGLang's router: its only worker is the gateway itself
-GET  /list_workers  POST /add_worker  the same under older names
-GET  /v1/loads                       open turns of the job
-POST /pull_weights                   a publish; 0 is the checkpoint that the engines started with
-POST /update_weights_from_disk       accepted for the version in force; no path is read
-
 slime and miles call these with `--rollout-external-engine-addrs` and `--sglang-router-ip` at the
 gateway. Engines that the trainers list are refused: the gateway's configuration names its engines.
+Version 0 is the checkpoint that the engines started with.
 """
 
 from collections.abc import Awaitable, Callable
@@ -18,11 +13,12 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError, Stale
-from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import VersionSwitched
-from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
-from scheduler.gateway.dialects.text_routes import JobOf
+from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body
+from harvester.platform.route_table import Route
 from scheduler.gateway.dialects.weight_sync import ControlReply
+from scheduler.gateway.openapi import NEW_VERSION
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.model import BASE_VERSION
@@ -75,33 +71,22 @@ class EngineListRoutes:
     def __init__(
         self,
         scheduler: Scheduler,
-        job_of: JobOf,
-        activate: Callable[[web.Request], Awaitable[VersionSwitched]],
+        activate: Callable[[JobId, web.Request], Awaitable[VersionSwitched]],
     ) -> None:
         """`activate` refuses callers that may not take the engines."""
         self._scheduler = scheduler
-        self._job_of = job_of
         self._activate = activate
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/workers", self._list),
-            web.get("/list_workers", self._list),
-            web.post("/workers", self._register),
-            web.post("/add_worker", self._register),
-            web.get("/v1/loads", self._loads),
-            web.post("/pull_weights", self._pull),
-            web.post("/update_weights_from_disk", self._loaded),
-        ]
-
-    async def _list(self, request: web.Request) -> web.Response:
-        self._job_of(request)
+    @Route("GET /workers", "The gateway, as the only engine")
+    @Route("GET /list_workers", "The gateway, as the only engine")
+    async def _list(self, request: web.Request) -> RouterReply:
         own = _own_url(request)
-        return json_reply(RouterReply(workers=(RouterWorker(own),), urls=(own,)))
+        return RouterReply(workers=(RouterWorker(own),), urls=(own,))
 
-    async def _register(self, request: web.Request) -> web.Response:
+    @Route("POST /workers", "Accepts the gateway itself", RegisteredWorker)
+    @Route("POST /add_worker", "Accepts the gateway itself", RegisteredWorker, query=("url",))
+    async def _register(self, request: web.Request) -> RouterWorker:
         """Raises PeerProtocolError for every engine but the gateway itself."""
-        self._job_of(request)
         if (url := request.query.get("url")) is None:
             body = await decoded_body(request, RegisteredWorker, most_bytes=SMALL_BODY_BYTES)
             url = body.url
@@ -110,22 +95,21 @@ class EngineListRoutes:
                 f"url: {url[:200]!r} is not this gateway, which takes no engines from a trainer; "
                 "list them in its configuration, and name the gateway as the only engine"
             )
-        return json_reply(RouterWorker(_own_url(request)))
+        return RouterWorker(_own_url(request))
 
-    async def _loads(self, request: web.Request) -> web.Response:
-        turns = self._scheduler.ledgers[self._job_of(request)].turns()
-        return json_reply(RouterLoads((RouterLoad(num_reqs=len(turns)),)))
+    @Route("GET /v1/loads", "Open turns of the job")
+    async def _loads(self, job: JobId) -> RouterLoads:
+        return RouterLoads((RouterLoad(num_reqs=len(self._scheduler.ledgers[job].turns())),))
 
-    async def _pull(self, request: web.Request) -> web.Response:
+    @Route("POST /pull_weights", "Publish", refuses=NEW_VERSION)
+    async def _pull(self, job: JobId, request: web.Request, body: PulledWeights) -> ControlReply:
         """Returns when the job's dedicated engines hold the version.
 
         Raises Stale where the job is past it, as it is when a trainer counts from 1 again.
         """
-        job = self._job_of(request)
-        pulled = await decoded_body(request, PulledWeights, most_bytes=SMALL_BODY_BYTES)
-        version, versions = WeightVersion(pulled.target_version), self._scheduler.versions
+        version, versions = WeightVersion(body.target_version), self._scheduler.versions
         if version != BASE_VERSION:
-            store = checked_name(PurePosixPath(pulled.source_dir).name, what="source_dir")
+            store = checked_name(PurePosixPath(body.source_dir).name, what="source_dir")
             await versions.publish(VersionPublished(job=job, store=store, version=version))
         elif (current := versions.newest(job)) != BASE_VERSION:
             raise Stale(
@@ -133,20 +117,19 @@ class EngineListRoutes:
                 "begin this run as another job"
             )
         else:
-            await self._activate(request)
-        return json_reply(ControlReply(success=True, message="Weights pulled"))
+            await self._activate(job, request)
+        return ControlReply(success=True, message="Weights pulled")
 
-    async def _loaded(self, request: web.Request) -> web.Response:
-        job = self._job_of(request)
-        loaded = await decoded_body(request, LoadedWeights, most_bytes=SMALL_BODY_BYTES)
+    @Route("POST /update_weights_from_disk", "Confirm the version in force")
+    async def _loaded(self, job: JobId, body: LoadedWeights) -> ControlReply:
         version = str(self._scheduler.versions.newest(job))
-        if loaded.weight_version != version:
+        if body.weight_version != version:
             raise PeerProtocolError(
-                f"weight_version {loaded.weight_version!r}: job {job} is at {version}, and engines "
+                f"weight_version {body.weight_version!r}: job {job} is at {version}, and engines "
                 "load no path of the caller's; publish versions through a store, with "
                 "/pull_weights or /v1/jobs/{job}/versions"
             )
-        return json_reply(ControlReply(success=True, message="Weights are in force"))
+        return ControlReply(success=True, message="Weights are in force")
 
 
 def _own_url(request: web.Request) -> str:

@@ -23,6 +23,10 @@ counts: SkyRL, verifiers, prime-rl and vllm-router; slime, miles and sglang-rout
 harnesses that vllm-router knows (two); Modal's stitch. Names of users, tenants and single requests
 are no trajectories."""
 
+REQUEST_ID_HEADER = "X-Request-Id"
+TURN_HEADERS = (*SESSION_HEADERS, REQUEST_ID_HEADER)
+"""Headers that may name the trajectory and the request."""
+
 
 def session_header(request: web.Request) -> str | None:
     """The session that the first header with a name of one gives."""

@@ -1,88 +1,81 @@
 """SGLang's `/generate` over the gateway's turns, for RL frameworks that speak to SGLang's router.
 
-POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
-GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_server_info
-GET  /get_weight_version
-GET  /ping  /version    vLLM's
-
-Sampling parameters are translated to vLLM's names; others are refused by name.
+Token ids or text in; one prompt or a list of them; JSON or SSE. Sampling parameters are translated
+to vLLM's names; others are refused by name.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest
 from harvester.platform.http_kit import json_reply
+from harvester.platform.route_table import Callers, Route
 from scheduler.gateway.dialects.event_stream import event_stream
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.sglang_request import SglangRequest
 from scheduler.gateway.dialects.stopped_text import early_parts, text_tokens, without_stop
 from scheduler.gateway.dialects.text_dialect import COMPLETION, Body
-from scheduler.gateway.dialects.text_routes import (
-    CHUNK_PERIOD_S,
-    Admit,
-    JobOf,
-    json_object,
-    turns_of,
-)
+from scheduler.gateway.dialects.text_routes import CHUNK_PERIOD_S, Admit, turns_of
 from scheduler.gateway.loop_share import LoopShare, in_shares
+from scheduler.gateway.openapi import SAMPLES, TURN
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 
+_health = partial(
+    Route,
+    summary="200 while an engine is up",
+    kinds=(),
+    refuses=(503,),
+    fails=(),
+    callers=Callers.ANYONE,
+)
+
 
 class SglangRoutes:
-    def __init__(self, scheduler: Scheduler, job_of: JobOf, admit: Admit) -> None:
+    def __init__(self, scheduler: Scheduler, admit: Admit) -> None:
         self._scheduler = scheduler
-        self._job_of = job_of
         self._admit = admit
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/generate", self._generate),
-            web.get("/health", self._health),
-            web.get("/health_generate", self._health),
-            web.get("/ping", self._health),
-            web.post("/ping", self._health),
-            web.get("/version", self._version),
-            *(
-                web.get(path, self._info)
-                for path in ("/get_model_info", "/model_info", "/server_info", "/get_server_info")
-            ),
-            web.get("/get_weight_version", self._weight_version),
-        ]
-
-    async def _health(self, _request: web.Request) -> web.Response:
+    @_health("GET /health")
+    @_health("GET /health_generate")
+    @_health("GET /ping")
+    @_health("POST /ping")
+    async def _is_up(self) -> web.Response:
         up = any(member.up for member in self._scheduler.fleet.members.values())
         return web.Response(status=200 if up else 503)
 
-    async def _version(self, _request: web.Request) -> web.Response:
+    @Route("GET /version", "vLLM's: the version of an engine", callers=Callers.ANYONE)
+    async def _version(self) -> Body:
         """An engine's vLLM, as clients of vLLM choose by it what they send."""
         found = (each.vllm_version for each in self._scheduler.fleet.members.values())
-        return json_reply({"version": next(filter(None, found), "")})
+        return {"version": next(filter(None, found), "")}
 
-    async def _info(self, request: web.Request) -> web.Response:
-        job = self._job_of(request)
+    @Route("GET /get_model_info", "SGLang's: model and version")
+    @Route("GET /model_info", "SGLang's: model and version")
+    @Route("GET /server_info", "SGLang's, and vLLM's `vllm_config`")
+    @Route("GET /get_server_info", "SGLang's, and vLLM's `vllm_config`")
+    async def _info(self, job: JobId) -> Body:
         names = self._scheduler.model_names(job)
         version = self._scheduler.versions.newest(job)
-        return json_reply(
-            {
-                "model_path": sorted(names)[0],
-                "served_model_name": job,
-                "is_generation": True,
-                "weight_version": str(version),
-                "engines": len(self._scheduler.fleet.members),
-                # slime takes no engine that says otherwise or nothing.
-                "enable_memory_saver": False,
-                "vllm_config": self._vllm_config(),
-            }
-        )
+        return {
+            "model_path": sorted(names)[0],
+            "served_model_name": job,
+            "is_generation": True,
+            "weight_version": str(version),
+            "engines": len(self._scheduler.fleet.members),
+            # slime takes no engine that says otherwise or nothing.
+            "enable_memory_saver": False,
+            "vllm_config": self._vllm_config(),
+        }
 
-    async def _weight_version(self, request: web.Request) -> web.Response:
-        version = self._scheduler.versions.newest(self._job_of(request))
-        return json_reply({"weight_version": str(version)})
+    @Route("GET /get_weight_version", "SGLang's: the job's newest version")
+    async def _weight_version(self, job: JobId) -> Body:
+        return {"weight_version": str(self._scheduler.versions.newest(job))}
 
     def _vllm_config(self) -> Body:
         """The part of vLLM's `/server_info` that TRL reads. With no transfer engine named, TRL
@@ -101,9 +94,14 @@ class SglangRoutes:
             "weight_transfer_config": None,
         }
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        job = self._job_of(request)
-        body = await json_object(request)
+    @Route(
+        "POST /generate",
+        "SGLang's",
+        answers=Body | list[Body],
+        refuses=(*SAMPLES, 502),
+        **TURN,
+    )
+    async def _generate(self, job: JobId, request: web.Request, body: Body) -> web.StreamResponse:
         if self._scheduler.jobs[job].adapter and not body.get("lora_path", job):
             raise PeerProtocolError(f"lora_path: job {job} serves its adapter, not the base")
         sent = SglangRequest(body)

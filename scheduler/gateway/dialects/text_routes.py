@@ -1,8 +1,4 @@
-"""OpenAI's routes over the gateway's turns.
-
-GET  /v1/models    /v1/models/{model}
-POST /v1/chat/completions   POST /v1/completions    JSON, or SSE with "stream": true
-POST .../render    POST /tokenize    POST /detokenize    as vLLM's own
+"""OpenAI's routes over the gateway's turns, and vLLM's own for the text of their prompts.
 
 A request is rendered to prompts of token ids (renderer.py), each prompt and each of its `n` samples
 is a turn of its own, and the turns' tokens are derendered to the dialect's reply, with what RL
@@ -12,8 +8,7 @@ client that leaves takes all of its turns with it.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -21,29 +16,31 @@ from aiohttp import web
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs
-from harvester.platform.http_kit import decoded_body, json_reply
+from harvester.platform.http_kit import json_reply
+from harvester.platform.route_table import Route, several
 from scheduler.gateway.dialects.event_stream import event_stream
 from scheduler.gateway.dialects.renderer import StreamedText
-from scheduler.gateway.dialects.session_names import trajectory_of
+from scheduler.gateway.dialects.session_names import REQUEST_ID_HEADER, trajectory_of
 from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
-from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Body, Dialect
+from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Body
 from scheduler.gateway.dialects.text_fields import MEDIA_SETTINGS, check_media
 from scheduler.gateway.dialects.text_logprobs import name_by_id, of_prompt, prompt_logprobs
 from scheduler.gateway.dialects.text_request import TextRequest
 from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.loop_share import LoopShare, in_shares
+from scheduler.gateway.openapi import TURN
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 
 _ENCODER = msgspec.json.Encoder()
-MODEL_ROUTE = "/v1/models/{model:.+}"
-OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", CHAT.route, COMPLETION.route))
+_DIALECTS = {dialect.route: dialect for dialect in (CHAT, COMPLETION)}
+OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", *_DIALECTS))
 RENDERER_ROUTES = (
-    *(f"{dialect.route}/render" for dialect in (CHAT, COMPLETION)),
+    *(f"{route}/render" for route in _DIALECTS),
     *("/tokenize", "/detokenize"),
 )
 """vLLM's own, which the renderer answers."""
-REQUEST_ID_HEADER = "X-Request-Id"
+_SAMPLES = (404, 409, 410, 422, 502, 503)
 CHUNK_PERIOD_S = 0.05
 """Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
 of text sees no difference. The first chunk and the last one do not wait."""
@@ -51,55 +48,55 @@ MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
 _NO_PROMPT: Body = {"token_ids": (0,), "sampling_params": {"max_tokens": 1}}
-JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
 """Decodes and checks the body of a generate request of the job."""
 
 
 class TextRoutes:
-    def __init__(self, scheduler: Scheduler, job_of: JobOf, admit: Admit) -> None:
+    def __init__(self, scheduler: Scheduler, admit: Admit) -> None:
         self._scheduler = scheduler
         self._renderer = scheduler.renderer
-        self._job_of = job_of
         self._admit = admit
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/v1/models", self._models),
-            web.get(MODEL_ROUTE, self._model),
-            *(web.post(each.route, partial(self._serve, each)) for each in (CHAT, COMPLETION)),
-            *(web.post(route, self._passed_on) for route in RENDERER_ROUTES),
-        ]
+    @Route("GET /v1/models", "Names that `model` may have")
+    async def _models(self, job: JobId) -> Body:
+        return {"object": "list", "data": self._cards(job)}
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return json_reply({"object": "list", "data": self._cards(request)})
-
-    async def _model(self, request: web.Request) -> web.Response:
-        for card in self._cards(request):
+    @Route("GET /v1/models/{model:.+}", "One of them; 404 for another name", refuses=(404,))
+    async def _model(self, job: JobId, request: web.Request) -> Body:
+        for card in self._cards(job):
             if card["id"] == request.match_info["model"]:
-                return json_reply(card)
+                return card
         raise web.HTTPNotFound(reason="no such model; GET /v1/models lists the models")
 
-    def _cards(self, request: web.Request) -> list[Body]:
-        names = sorted(self._scheduler.model_names(self._job_of(request)))
+    def _cards(self, job: JobId) -> list[Body]:
+        names = sorted(self._scheduler.model_names(job))
         card: Body = {"object": "model", "owned_by": "rosemux"}
         # vLLM's name for it; a turn that fits one engine is served.
         if context_tokens := self._scheduler.fleet.context_tokens():
             card["max_model_len"] = context_tokens
         return [{"id": name} | card for name in names]
 
-    async def _passed_on(self, request: web.Request) -> web.Response:
-        self._job_of(request)
-        body = await json_object(request)
+    @several(
+        Route(
+            f"POST {route}",
+            "vLLM's, by the renderer",
+            answers=Body | list[Body] if route.startswith(COMPLETION.route) else Body,
+            refuses=(422, 429, 502, 503),
+            body_bytes=None,
+        )
+        for route in RENDERER_ROUTES
+    )
+    async def _passed_on(self, request: web.Request, body: Body) -> web.Response:
         check_media(body)
         for name in ("model", *MEDIA_SETTINGS):
             body.pop(name, None)
         return json_reply(await self._renderer.post(route_of(request), body))
 
-    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        job = self._job_of(request)
-        body, named = await json_object(request), request.headers.get(REQUEST_ID_HEADER)
-        text = TextRequest(dialect, job, body, named)
+    @several(Route(f"POST {route}", "OpenAI's", refuses=_SAMPLES, **TURN) for route in _DIALECTS)
+    async def _serve(self, job: JobId, request: web.Request, body: Body) -> web.StreamResponse:
+        dialect = _DIALECTS[route_of(request)]
+        text = TextRequest(dialect, job, body, request.headers.get(REQUEST_ID_HEADER))
         with suppress(Exhausted):
             # Refused at once for what needs no prompt; an engine to come may have the model.
             self._admit(job, text.generate(_NO_PROMPT, 0))
@@ -255,7 +252,3 @@ def wants_usage(stream_options: object, *names: str) -> bool:
     """Whether a stream ends with the usage, or the options of these names are all set."""
     names = names or ("include_usage",)
     return isinstance(stream_options, dict) and all(map(stream_options.get, names))
-
-
-async def json_object(request: web.Request, *, most_bytes: int | None = None) -> Body:
-    return await decoded_body(request, dict[str, Any], most_bytes=most_bytes, name="body")

@@ -1,12 +1,8 @@
 """Tinker's sampling routes over the gateway's turns.
 
-POST /api/v1/create_session    POST /api/v1/create_sampling_session   GET /api/v1/samplers/{sampler}
-POST /api/v1/asample           POST /api/v1/retrieve_future           POST /api/v1/cancel_future
-... and what the client reports or asks besides, which is accepted
-
 `asample` begins the samples and returns a promise; `retrieve_future` waits for it. A sampler's name
-says all about it: nothing of it is kept, so that it outlives the gateway. Training is not offered:
-a trainer publishes to the store.
+says all about it: nothing of it is kept, so that it outlives the gateway. Other reports of a client
+are accepted. Training is not offered: a trainer publishes to the store.
 """
 
 import asyncio
@@ -26,7 +22,8 @@ from aiohttp import web
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
-from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
+from harvester.platform.http_kit import json_reply
+from harvester.platform.route_table import JSON, Route, several
 from harvester.platform.tenant_shares import TenantShares
 from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.text_dialect import Body
@@ -37,7 +34,8 @@ from scheduler.gateway.dialects.text_logprobs import (
     likeliest_of_prompt,
     prompt_logprobs,
 )
-from scheduler.gateway.dialects.text_routes import Admit, JobOf, json_object
+from scheduler.gateway.dialects.text_routes import Admit
+from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY
@@ -72,50 +70,37 @@ _NO_CANDIDATE = (0, -99999.0)
 _SAMPLER = re.compile(r"(?P<session>[0-9a-f]{16})\.(?P<number>\d{1,9})\.(?P<version>\d{0,18})")
 _MODEL_PATH = re.compile(r"tinker://(?P<job>[^/]+)/(?P<version>\d{1,18})")
 
+_tinker = partial(Route, summary="Tinker's")
+
 
 class TinkerRoutes:
-    def __init__(
-        self, scheduler: Scheduler, job_of: JobOf, admit: Admit, open_bodies: TenantShares
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, admit: Admit, open_bodies: TenantShares) -> None:
         self._scheduler = scheduler
         self._open_bodies = open_bodies
         self._promise_shares = TenantShares(MAX_PROMISES, name="promises not yet retrieved")
-        self._job_of = job_of
         self._admit = admit
         self._promises: dict[tuple[JobId, str], _Promise] = {}
 
-    def routes(self) -> list[web.RouteDef]:
-        accepted = [
-            web.post(f"/api/v1/{path}", partial(self._accepted, reply))
-            for path, reply in ACCEPTED.items()
-        ]
-        return [
-            *accepted,
-            web.get("/api/v1/healthz", partial(self._accepted, {"status": "ok"})),
-            web.get("/api/v1/get_server_capabilities", self._models),
-            web.post("/api/v1/create_session", self._session),
-            web.post("/api/v1/create_sampling_session", self._create_sampler),
-            web.get("/api/v1/samplers/{sampler}", self._sampler),
-            web.post(SAMPLE_ROUTE, self._sample),
-            web.post("/api/v1/retrieve_future", self._retrieve),
-            web.post("/api/v1/cancel_future", self._cancel),
-        ]
+    @several(_tinker(f"POST /api/v1/{path}", takes=Body) for path in ACCEPTED)
+    async def _accepted(self, request: web.Request) -> Body:
+        return ACCEPTED[route_of(request).removeprefix("/api/v1/")]
 
-    async def _accepted(self, reply: Body, request: web.Request) -> web.Response:
-        self._job_of(request)
-        return json_reply(reply)
+    @_tinker("GET /api/v1/healthz")
+    async def _healthz(self) -> Body:
+        return {"status": "ok"}
 
-    async def _models(self, request: web.Request) -> web.Response:
-        names = sorted(self._scheduler.model_names(self._job_of(request)))
+    @_tinker("GET /api/v1/get_server_capabilities")
+    async def _models(self, job: JobId) -> Body:
+        names = sorted(self._scheduler.model_names(job))
         models = [{"model_name": name, "trainable": False, "sampleable": True} for name in names]
-        return json_reply({"supported_models": models})
+        return {"supported_models": models}
 
-    async def _session(self, request: web.Request) -> web.Response:
-        self._job_of(request)
-        return json_reply({"type": "create_session", "session_id": secrets.token_hex(8)})
+    @_tinker("POST /api/v1/create_session", takes=Body)
+    async def _session(self) -> Body:
+        return {"type": "create_session", "session_id": secrets.token_hex(8)}
 
-    async def _create_sampler(self, request: web.Request) -> web.Response:
-        job, body = self._job_of(request), await _small_object(request)
+    @_tinker("POST /api/v1/create_sampling_session")
+    async def _create_sampler(self, job: JobId, body: Body) -> Body:
         version = ""
         if (path := body.get("model_path")) is not None:
             found = _MODEL_PATH.fullmatch(str(path))
@@ -126,16 +111,17 @@ class TinkerRoutes:
             raise PeerProtocolError(f"base_model: name {' or '.join(sorted(names))}")
         sampler = f"{body.get('session_id')}.{body.get('sampling_session_seq_id')}.{version}"
         _checked_sampler(sampler)
-        return json_reply({"type": "create_sampling_session", "sampling_session_id": sampler})
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    async def _sampler(self, request: web.Request) -> web.Response:
-        job, sampler = self._job_of(request), request.match_info["sampler"]
+    @_tinker("GET /api/v1/samplers/{sampler}")
+    async def _sampler(self, job: JobId, request: web.Request) -> Body:
+        sampler = request.match_info["sampler"]
         version = _checked_sampler(sampler)["version"]
         path = f"tinker://{job}/{version}" if version else None
-        return json_reply({"sampler_id": sampler, "base_model": job, "model_path": path})
+        return {"sampler_id": sampler, "base_model": job, "model_path": path}
 
-    async def _sample(self, request: web.Request) -> web.Response:
-        job, body = self._job_of(request), await json_object(request)
+    @_tinker(f"POST {SAMPLE_ROUTE}", refuses=(409, 429, 503), body_bytes=None)
+    async def _sample(self, job: JobId, request: web.Request, body: Body) -> Body:
         name = f"{body.get('sampling_session_id')}.{body.get('seq_id')}"
         encoded = _generate_body(name, body)
         generate = self._admit(job, encoded)
@@ -161,7 +147,7 @@ class TinkerRoutes:
                 keep,
             )
         sequences = [f"{name}.{index}" for index in range(generate.sampling_params.n)]
-        return json_reply({"request_id": name, "sample_sequence_ids": sequences})
+        return {"request_id": name, "sample_sequence_ids": sequences}
 
     async def _served(
         self, job: JobId, request: web.Request, name: str, generate: GenerateRequest, body: Body
@@ -181,8 +167,11 @@ class TinkerRoutes:
             await _scored(generate.token_ids, scores, body) if scores else b""
         )
 
-    async def _retrieve(self, request: web.Request) -> web.Response:
-        job, name = self._job_of(request), str((await _small_object(request)).get("request_id"))
+    @_tinker(
+        "POST /api/v1/retrieve_future", kinds=(JSON, PROTOBUF), refuses=(408, 410), repeats=Body
+    )
+    async def _retrieve(self, job: JobId, body: Body) -> web.Response:
+        name = str(body.get("request_id"))
         promise = self._promises.get((job, name))
         if promise is None:
             # The client begins the sample again.
@@ -200,15 +189,11 @@ class TinkerRoutes:
             return json_reply({"error": str(error), "category": category})
         return web.Response(body=task.result(), content_type=PROTOBUF)
 
-    async def _cancel(self, request: web.Request) -> web.Response:
-        job, body = self._job_of(request), await _small_object(request)
+    @_tinker("POST /api/v1/cancel_future")
+    async def _cancel(self, job: JobId, body: Body) -> Body:
         if (promise := self._promises.get((job, str(body.get("request_id"))))) is not None:
             promise.task.cancel()
-        return json_reply({})
-
-
-async def _small_object(request: web.Request) -> Body:
-    return await json_object(request, most_bytes=SMALL_BODY_BYTES)
+        return {}
 
 
 class _Promise:

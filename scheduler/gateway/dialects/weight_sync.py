@@ -1,16 +1,5 @@
 """A job's engines as one vLLM server, for trainers that speak vLLM's RL control routes.
 
-POST /init_weight_transfer_engine   {"init_info": {}}
-POST /start_weight_update
-POST /update_weights                {"update_info": {"store": "job-a", "version": 7}}
-POST /finish_weight_update          {"weight_version": "7"}
-POST /update_weight_version         {"new_version": "7"}: refused unless it is in force
-POST /pause?mode=abort|wait|keep&for_s=60   POST /resume   GET /is_paused
-POST /pause_generation              POST /continue_generation: SGLang's words for them, and
-                                    AReaL's with areal_ before them
-POST /reset_prefix_cache            GET and POST /flush_cache
-GET  /weight_info   GET /get_world_size   GET /is_sleeping
-
 The same routes are under /v1/jobs/{job}/vllm, with GET /health. An update is a publish: it returns
 when the job's dedicated engines hold the version. A paused job's turns wait, and a client that
 waits gets its tokens after the pause. Rendezvous of transports that need the trainer and each
@@ -18,29 +7,26 @@ engine in one group (NCCL, CUDA IPC) are refused at once: an engine that comes o
 the group. So is what would reach past the gateway into its engines.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import PublishedNumber
-from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
+from harvester.platform.route_table import H, Route, several
+from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.job_pauses import PauseMode
 from scheduler.gateway.job_switches import LimitedTime
+from scheduler.gateway.openapi import NEW_VERSION
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
 _MODES = {mode.value: mode for mode in PauseMode}
 _SGLANG_MODES = {"abort": PauseMode.ABORT, "retract": PauseMode.KEEP, "in_place": PauseMode.KEEP}
-
-T = TypeVar("T")
-
 
 _STORE = 'publish versions through a store (backend "rosemux", /v1/jobs/{job}/versions)'
 _NO_GROUP = f"a fleet takes no weights through a process group of its engines; {_STORE}"
@@ -126,65 +112,36 @@ class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_version: str | None = None
 
 
-JobOf: TypeAlias = Callable[[web.Request], JobId]
-Control: TypeAlias = Callable[[JobId, web.Request], Awaitable[ControlReply]]
+_NEVER_HIT = "Accepted: KV of another version is never hit"  # The engines' salts name it.
+
+
+def _control(operation: str, summary: str, **more: Any) -> Callable[[H], H]:
+    ways = (operation, operation.replace(" ", f" {_PREFIX}", 1))
+    return several(Route(each, summary, empty=b"{}", **more) for each in ways)
 
 
 class WeightSyncRoutes:
-    def __init__(self, scheduler: Scheduler, job_of: JobOf) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._job_of = job_of
         self._updated: dict[JobId, WeightVersion] = {}
 
-    def routes(self) -> list[web.RouteDef]:
-        own: list[tuple[str, str, Control]] = [
-            ("POST", "/init_weight_transfer_engine", self._init),
-            ("POST", "/shutdown_weight_transfer_engine", self._nothing),
-            ("POST", "/start_weight_update", self._start),
-            ("POST", "/update_weights", self._update),
-            ("POST", "/finish_weight_update", self._finish),
-            ("POST", "/update_weight_version", self._label),
-            ("POST", "/pause", self._pause),
-            ("POST", "/resume", self._resume),
-            ("GET", "/is_paused", self._is_paused),
-            ("POST", "/pause_generation", self._pause_generation),
-            ("POST", "/continue_generation", self._resume),
-            ("POST", "/areal_pause_generation", self._pause_generation),
-            ("POST", "/areal_continue_generation", self._resume),
-            ("POST", "/reset_prefix_cache", self._nothing),
-            ("POST", "/flush_cache", self._nothing),
-            ("GET", "/flush_cache", self._nothing),
-            ("GET", "/weight_info", self._weight_info),
-            ("GET", "/get_world_size", self._world_size),
-            ("GET", "/is_sleeping", self._is_sleeping),
-        ]
-        refused = [
-            web.post(path, partial(self._refuse, words)) for path, words in REFUSED_ROUTES.items()
-        ]
-        return [
-            web.get(f"{_PREFIX}/health", self._replied(self._nothing)),
-            *(
-                web.route(method, prefix + path, self._replied(control))
-                for prefix in (_PREFIX, "")
-                for method, path, control in own
-            ),
-            *refused,
-        ]
-
-    async def _init(self, _job: JobId, request: web.Request) -> ControlReply:
-        if (await _decoded(request, WeightTransferInit)).init_info:
+    @_control("POST /init_weight_transfer_engine", "Begin weight transfer; init_info must be empty")
+    async def _init(self, body: WeightTransferInit) -> ControlReply:
+        if body.init_info:
             raise PeerProtocolError(
                 'init_info: send {}; a fleet takes versions from a store (backend "rosemux"), not '
                 "through a process group of its engines"
             )
         return ControlReply(message="Weight transfer initialized")
 
-    async def _start(self, job: JobId, _request: web.Request) -> ControlReply:
+    @_control("POST /start_weight_update", "Begin an update")
+    async def _start(self, job: JobId) -> ControlReply:
         self._updated.pop(job, None)
         return ControlReply(message="Weight update started")
 
-    async def _update(self, job: JobId, request: web.Request) -> ControlReply:
-        info = (await _decoded(request, WeightUpdate)).update_info
+    @_control("POST /update_weights", "Publish", refuses=NEW_VERSION)
+    async def _update(self, job: JobId, body: WeightUpdate) -> ControlReply:
+        info = body.update_info
         store, version = checked_name(info.store, what="store"), info.version
         known = info.state_hash or ""
         published = VersionPublished(job=job, store=store, version=version, state_hash=known)
@@ -196,18 +153,18 @@ class WeightSyncRoutes:
             )
         return ControlReply(message="Weights updated")
 
-    async def _finish(self, job: JobId, request: web.Request) -> ControlReply:
-        named = (await _decoded(request, WeightUpdateEnd)).weight_version
-        updated = self._updated.pop(job, None)
+    @_control("POST /finish_weight_update", "End an update")
+    async def _finish(self, job: JobId, body: WeightUpdateEnd) -> ControlReply:
+        named, updated = body.weight_version, self._updated.pop(job, None)
         if updated is None:
             raise PeerProtocolError("finish_weight_update without an update_weights before it")
         if named is not None and named != str(updated):
             raise PeerProtocolError(f"weight_version {named!r}: the update was to {updated}")
         return ControlReply(message="Weight update finished")
 
-    async def _label(self, job: JobId, request: web.Request) -> ControlReply:
-        label = (await _decoded(request, WeightVersionLabel)).new_version
-        version = str(self._scheduler.versions.newest(job))
+    @_control("POST /update_weight_version", "Confirm the version in force")
+    async def _label(self, job: JobId, body: WeightVersionLabel) -> ControlReply:
+        label, version = body.new_version, str(self._scheduler.versions.newest(job))
         if label != version:
             raise PeerProtocolError(
                 f"new_version {label!r}: the job is at {version}; a version's number is given by "
@@ -215,6 +172,7 @@ class WeightSyncRoutes:
             )
         return ControlReply(success=True, new_version=label)
 
+    @_control("POST /pause", "Hold the job's turns", query=("mode", "for_s"))
     async def _pause(self, job: JobId, request: web.Request) -> ControlReply:
         try:
             for_s = msgspec.convert(request.query.get("for_s"), LimitedTime, strict=False)
@@ -222,9 +180,10 @@ class WeightSyncRoutes:
             raise PeerProtocolError(f"for_s: {error}") from error
         return await self._paused(job, request.query.get("mode", "abort"), for_s, _MODES)
 
-    async def _pause_generation(self, job: JobId, request: web.Request) -> ControlReply:
-        pause = await _decoded(request, GenerationPause)
-        return await self._paused(job, pause.mode, pause.for_s, _SGLANG_MODES)
+    @_control("POST /pause_generation", "Hold the job's turns")
+    @_control("POST /areal_pause_generation", "Hold the job's turns")
+    async def _pause_generation(self, job: JobId, body: GenerationPause) -> ControlReply:
+        return await self._paused(job, body.mode, body.for_s, _SGLANG_MODES)
 
     async def _paused(
         self, job: JobId, mode: str, for_s: float | None, modes: Mapping[str, PauseMode]
@@ -234,36 +193,40 @@ class WeightSyncRoutes:
         await self._scheduler.pause(job, modes[mode], for_s=for_s)
         return ControlReply(status="paused")
 
-    async def _resume(self, job: JobId, _request: web.Request) -> ControlReply:
+    @_control("POST /resume", "End the pause")
+    @_control("POST /continue_generation", "End the pause")
+    @_control("POST /areal_continue_generation", "End the pause")
+    async def _resume(self, job: JobId) -> ControlReply:
         self._scheduler.resume(job)
         return ControlReply(status="resumed")
 
-    async def _is_paused(self, job: JobId, _request: web.Request) -> ControlReply:
+    @_control("GET /is_paused", "Whether the job is paused")
+    async def _is_paused(self, job: JobId) -> ControlReply:
         return ControlReply(is_paused=self._scheduler.is_paused(job))
 
-    async def _weight_info(self, job: JobId, _request: web.Request) -> ControlReply:
+    @_control("GET /weight_info", "The job's newest version")
+    async def _weight_info(self, job: JobId) -> ControlReply:
         return ControlReply(weight_version=str(self._scheduler.versions.newest(job)))
 
-    async def _world_size(self, _job: JobId, _request: web.Request) -> ControlReply:
+    @_control("GET /get_world_size", "1: no engine joins a group")
+    async def _world_size(self) -> ControlReply:
         return ControlReply(world_size=1)
 
-    async def _is_sleeping(self, _job: JobId, _request: web.Request) -> ControlReply:
+    @_control("GET /is_sleeping", "false")
+    async def _is_sleeping(self) -> ControlReply:
         return ControlReply(is_sleeping=False)
 
-    async def _nothing(self, _job: JobId, _request: web.Request) -> ControlReply:
-        # KV of another version is never hit: the engines' salts name it.
+    @Route(f"GET {_PREFIX}/health", "200")
+    @_control("POST /shutdown_weight_transfer_engine", "Accepted")
+    @_control("POST /reset_prefix_cache", _NEVER_HIT)
+    @_control("POST /flush_cache", _NEVER_HIT)
+    @_control("GET /flush_cache", _NEVER_HIT)
+    async def _nothing(self) -> ControlReply:
         return ControlReply(message="ok", success=True)
 
-    def _replied(self, control: Control) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            return json_reply(await control(self._job_of(request), request))
-
-        return handler
-
-    async def _refuse(self, words: str, request: web.Request) -> web.Response:
-        self._job_of(request)
-        raise PeerProtocolError(f"{request.path}: {words}")
-
-
-async def _decoded(request: web.Request, kind: type[T]) -> T:
-    return await decoded_body(request, kind, most_bytes=SMALL_BODY_BYTES, empty=b"{}")
+    @several(
+        Route(f"POST {path}", f"Refused: {words}", kinds=())
+        for path, words in REFUSED_ROUTES.items()
+    )
+    async def _refuse(self, request: web.Request) -> NoReturn:
+        raise PeerProtocolError(f"{request.path}: {REFUSED_ROUTES[route_of(request)]}")

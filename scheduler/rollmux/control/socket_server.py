@@ -8,7 +8,7 @@ With tenants a group's users may open the socket; each call then carries a token
 
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from grp import getgrnam
 from pathlib import Path
@@ -19,7 +19,6 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.platform.http_kit import (
     errors_as_replies,
-    json_reply,
     listen,
     run_until,
     serving,
@@ -27,7 +26,8 @@ from harvester.platform.http_kit import (
     whole_body,
 )
 from harvester.platform.logs import begin_log
-from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
+from harvester.platform.openapi_document import serve_routes
+from harvester.platform.route_table import Callers, Route, metrics_route, routes_of, several
 from harvester.platform.systemd import reporting
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
@@ -39,62 +39,47 @@ from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
 
 MAX_BODY_BYTES = 1 << 20
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OPERATIONS: Mapping[str, Operation] = {
-    **{
-        f"POST /v1/phases/{name}": Operation(
-            "A call of docs/phases.md", kind, Reply, refuses=(503,)
-        )
-        for name, kind in CALLS.items()
-    },
-    "GET /v1/phases": Operation("Every job's status", None, tuple[JobStatus, ...]),
-    "GET /v1/journal": Operation("Where the journal's files are", None, dict[str, str | None]),
-    "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
-    f"GET {PATH}": Operation("This document"),
-}
 _ERRORS = errors_as_replies({web.HTTPException: None})
 _LOOPBACK = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
-_OBSERVED = ("/v1/phases", PATH)
-_RESERVED = ("/v1/journal", "/metrics")
 
 
 def application(api: AsyncPhaseApi) -> web.Application:
-    known = tenant_required(api.owners.tenants, observed=_OBSERVED, reserved=_RESERVED)
+    own = PhaseRoutes(api)
+    metrics = metrics_route(api.service.metrics, callers=Callers.OBSERVERS)
+    routes = (*routes_of(own), metrics)
+    known = tenant_required(api.owners.tenants, routes)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_ERRORS, known])
-
-    async def call(request: web.Request) -> web.Response:
-        sent = await whole_body(request, most_bytes=MAX_BODY_BYTES)
-        body = await api.call(request.match_info["call"], sent, request[TENANT])
-        return web.Response(body=body, content_type="application/json")
-
-    async def status(request: web.Request) -> web.Response:
-        found = statuses(api.service)
-        return json_reply([each for each in found if api.owners.shows(each.job, request[TENANT])])
-
-    async def journal(_request: web.Request) -> web.Response:
-        # The client reads the journal's files itself: the control has no time for them.
-        where = api.service.settings.journal
-        return json_reply({"directory": None if where is None else str(where.resolve())})
-
-    app.add_routes(
-        [
-            web.post("/v1/phases/{call}", call),
-            web.get("/v1/journal", journal),
-            web.get("/v1/phases", status),
-            web.get("/metrics", metrics_of(api.service)),
-            openapi_route(document("phase control", OPERATIONS, refuses=lambda _: (401, 403))),
-        ]
-    )
+    serve_routes(app, "phase control", routes)
+    app.add_routes([web.post("/v1/phases/{call}", own.call)])
     return app
 
 
-def metrics_of(service: PhaseService) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+class PhaseRoutes:
+    def __init__(self, api: AsyncPhaseApi) -> None:
+        self._api = api
 
-    return metrics
+    @several(
+        Route(f"POST /v1/phases/{name}", "A call of docs/phases.md", kind, Reply, refuses=(503,))
+        for name, kind in CALLS.items()
+    )
+    async def call(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("call", request.path.rpartition("/")[2])
+        sent = await whole_body(request, most_bytes=MAX_BODY_BYTES)
+        body = await self._api.call(name, sent, request[TENANT])
+        return web.Response(body=body, content_type="application/json")
+
+    @Route("GET /v1/phases", "Every job's status", callers=Callers.READERS)
+    async def status(self, request: web.Request) -> tuple[JobStatus, ...]:
+        found, shows = statuses(self._api.service), self._api.owners.shows
+        return tuple(each for each in found if shows(each.job, request[TENANT]))
+
+    @Route("GET /v1/journal", "Where the journal's files are", callers=Callers.OBSERVERS)
+    async def journal(self) -> dict[str, str | None]:
+        # The client reads the journal's files itself: the control has no time for them.
+        where = self._api.service.settings.journal
+        return {"directory": None if where is None else str(where.resolve())}
 
 
 @asynccontextmanager
@@ -109,9 +94,10 @@ async def exposition(
     if port is None:
         yield
         return
-    known = tenant_required(tenants or Tenants(), observed=(), reserved=_RESERVED)
+    metrics = metrics_route(service.metrics, callers=Callers.OBSERVERS)
+    known = tenant_required(tenants or Tenants(), (metrics,))
     app = web.Application(middlewares=[_ERRORS, known])
-    app.add_routes([web.get("/metrics", metrics_of(service))])
+    app.add_routes([metrics.definition()])
     async with serving(app, shutdown_s=_SHUTDOWN_S) as runner:
         await listen(runner, _LOOPBACK, port, remedy="set another --metrics-port")
         yield

@@ -33,7 +33,7 @@ _PLAIN = """
 abort absent accepted access account action activated active actor adapted add address admission
 admit age agent agreement alone alternative announcer answer any api applied apply arrived asleep
 assign assignments async away backend backoff bar base baselines batch bearer beat began begins bell
-bet bill binds bits blame body bounds bucket build burn busy by byte cache calibration call
+bet bill binds bits blame body bounds bucket build burn busy by byte cache calibration call caller
 capabilities capacity case certificate chance change cheapest check checkpoint choice chunk cleared
 client clock close cluster codec command compared comparison compiled completion compute condition
 config connections constraint contents context continuation control core corrupt coserve counters

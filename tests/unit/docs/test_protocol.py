@@ -7,7 +7,6 @@ import typing
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +15,6 @@ import pytest
 from coserve.law.gate import Closed
 from harvester.agent.http import application
 from harvester.contracts import audit, journal
-from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import (
     PAGE_BYTES,
@@ -42,12 +40,10 @@ from harvester.contracts.page.seal import (
 )
 from harvester.contracts.served import Served
 from harvester.contracts.wire import engines, error_budget, leases, rollouts, stops
-from harvester.platform.tenants import Tenants
 from harvester.proxy.routes import ROUTES
 from scheduler.gateway.dialects.session_names import SESSION_HEADERS
 from scheduler.gateway.dialects.text_fields import SESSION_FIELDS
 from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
-from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.requests import (
     REFUSED_FIELDS,
@@ -55,7 +51,7 @@ from scheduler.gateway.requests import (
     RefusedField,
     decode_generate,
 )
-from scheduler.gateway.settings import GatewaySettings
+from tests.integration.openapi_replies import APPLICATION
 from weightsync.layout.manifest import AdapterRecord, FileRecord, IndexSection, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 
@@ -234,15 +230,9 @@ def test_every_kind_of_audit_event_is_explained(table_after: TableAfter) -> None
 def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
     table_after: TableAfter,
 ) -> None:
-    settings = GatewaySettings.model_validate(
-        {"jobs": [{"id": "job"}], "engines": [{"id": "engine"}]}
-    )
-    gateway = Gateway(
-        cast(Any, SimpleNamespace(renderer=None)), settings, Tenants(), MonotonicClock()
-    )
     apps = {
         "| method | path | takes |": application(cast(Any, None)),
-        "| method | path | what |": gateway.app,
+        "| method | path | what |": APPLICATION,
     }
 
     for mark, app in apps.items():
@@ -252,7 +242,7 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
             if route.resource is not None and route.method != "HEAD"
         }
         known = {(row[0], row[1]) for row in table_after(PAGE, mark)}
-        if app is gateway.app:
+        if app is APPLICATION:
             known |= {
                 (row[0], prefix + row[1])
                 for row in table_after(PAGE, "| method | control route | what |")
