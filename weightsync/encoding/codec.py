@@ -219,9 +219,9 @@ def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
     for width in sorted(set(widths_bytes) - _warm):
         try:
             _warm_up(width)
-        except OSError:
-            # The cache is unusable (a full disk, another user's files), which costs time and no
-            # version.
+        except Exception:
+            # The cache is unusable (a full disk, another user's files, classes of an earlier
+            # release), which costs time and no version. A fault of the loops comes again.
             forget_cache()
             _warm_up(width)
         _warm.add(width)

@@ -115,15 +115,25 @@ print(kernels.count_changes(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint1
     assert said.split() == ["2"]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_and_no_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ("save", "OSError(28, 'No space left on device')"),
+        # Files of a release whose classes had other names.
+        ("load", "AttributeError('no class Room')"),
+    ],
+)
+def test_a_cache_that_cannot_be_used_costs_time_and_no_version(
+    tmp_path: Path, call: str, fault: str
+) -> None:
     code = """
 import logging, sys
 import numpy as np
 from numba.core.caching import IndexDataCacheFile
 logging.basicConfig(stream=sys.stdout)
-def full(self, key, data):
-    raise OSError(28, "No space left on device")
-IndexDataCacheFile.save = full
+def unusable(self, *_):
+    raise FAULT
+IndexDataCacheFile.CALL = unusable
 from weightsync.encoding import codec
 from weightsync.elements.compiled import forget_cache
 saved = []
@@ -135,6 +145,7 @@ def _fails_once():
 codec.warm_up((2,))
 print(len(saved))
 """
+    code = code.replace("FAULT", fault).replace("CALL", call)
     said = _run(code, PYTHONPATH=str(ROOT), NUMBA_CACHE_DIR=str(tmp_path))
     *warned, saves = said.splitlines()
     assert (len(warned), saves) == (1, "2")
