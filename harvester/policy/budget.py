@@ -75,7 +75,7 @@ class Ring(msgspec.Struct, kw_only=True):
     withheld_beats: list[float] = []
     withheld_late_beats: list[float] = []
     slices: list[float] = []
-    """Of the proof."""
+    """Slices of the proof, also parts of them."""
     head: int = -1
 
     def __post_init__(self) -> None:
