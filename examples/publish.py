@@ -23,7 +23,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsync import Publisher, ShardSlice, WorkSettings
+from weightsync import Publisher, ShardSlice
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def sharded_publisher(store: str, *, announce: str = "") -> Publisher:
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    copies = WorkSettings(copy_dir="/var/tmp/rosemux-copies")
+    copies = Publisher.Work(copy_dir="/var/tmp/rosemux-copies")
     return Publisher(store, rank=rank, ranks=ranks, work=copies, announce=announce)
 
 

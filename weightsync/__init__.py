@@ -16,8 +16,8 @@ True
 [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 >>> receiver.close(); where.cleanup()
 
-`ShardSlice` is one rank's part of a tensor, for a publisher of several ranks. Rarer settings of a
-publisher are records: `VersionSettings`, `WorkSettings`, `ExchangeSettings`, `AnnounceSettings`.
+`ShardSlice` is one rank's part of a tensor, for a publisher of several ranks.
+Rarer settings are records that `Publisher` names: `Publisher.Versions(anchor_every=10)`.
 """
 
 from importlib import import_module
@@ -25,38 +25,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.follower import Follower
-    from weightsync.publish.settings import (
-        AnnounceSettings,
-        ExchangeSettings,
-        VersionSettings,
-        WorkSettings,
-    )
     from weightsync.publish.trainer_state import ShardSlice
     from weightsync.publisher import Publisher
     from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
 
 __all__ = [
-    "AnnounceSettings",
-    "ExchangeSettings",
     "Follower",
     "Publisher",
     "Receiver",
     "ShardSlice",
     "TensorTarget",
-    "VersionSettings",
-    "WorkSettings",
 ]
 _MODULES = {
-    "AnnounceSettings": "publish.settings",
-    "ExchangeSettings": "publish.settings",
     "Follower": "follower",
     "Publisher": "publisher",
     "Receiver": "receiver",
     "ShardSlice": "publish.trainer_state",
     "TensorTarget": "receive.target",
-    "VersionSettings": "publish.settings",
-    "WorkSettings": "publish.settings",
 }
 
 

@@ -79,8 +79,11 @@ class Publisher(AbstractContextManager["Publisher"]):
 
     `store`: a directory or URL. `adapter`: the store holds LoRA adapters of that base. `announce`:
     the job's URL at each gateway (`http://127.0.0.1:8300/v1/jobs/job-a`), or settings with a token;
-    rank 0 tells it of every version, in the background.
+    rank 0 tells it of every version, in the background. Rarer settings are the records below.
     """
+
+    Versions, Work = VersionSettings, WorkSettings
+    Exchange, Announce = ExchangeSettings, AnnounceSettings
 
     def __init__(
         self,

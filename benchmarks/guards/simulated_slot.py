@@ -15,10 +15,12 @@ from harvester.policy.settings import ProofSettings, SlotSettings
 _BEAT_S = 0.5
 _BEGIN_S = 1000.0
 _HOUR_S = 3600.0
-_DECODING = 16.0
+_DECODE_S = 3.2
+"""Time in which a request's tokens come."""
 _TOKENS_SEEN = 4
-_TOKENS = 500
-"""Tokens of a beat, and how many of their times the agent sees: a pulse holds the last ones."""
+_TOKENS = 200
+"""Tokens of a request, and how many times between tokens the agent sees in a beat: a pulse holds
+the last ones."""
 
 
 @dataclass
@@ -47,6 +49,7 @@ def run(service: Service, seed: int) -> dict[str, Any]:
     now, load, withheld_s, stepped_at_s = _BEGIN_S, 1.0, 0.0, -math.inf
     harmed_share = free_s = 0.0
     level, halvings, lost_s, halved_at_s = 1.0, 0, 0.0, math.inf
+    beat_tokens = round(service.requests_per_s * _BEAT_S * _TOKENS)
     harm_at_s = _BEGIN_S + service.harm_begins_h * _HOUR_S
     stopped_by = ""
     while now < _BEGIN_S + service.days * 24 * _HOUR_S and not stopped_by:
@@ -76,13 +79,13 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         coming = [each for each in coming if each[0] > now]
         itl = service.itl_beside if harmed else service.itl_alone
         tokens_s = () if stall_s else tuple(factor * itl(rng) for _ in range(_TOKENS_SEEN))
-        itl_reported = Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0)
+        itl_reported = Latencies(seen_s=tokens_s, total=beat_tokens if tokens_s else 0)
         production = ProductionView(
             condition=None,
             ttft=Latencies(seen_s=reported, total=len(reported)),
             itl=itl_reported,
             itl_late=itl_reported.above(settings.itl_slo_s),
-            decoded=_DECODING,
+            decoded=service.requests_per_s * _DECODE_S,
         )
         beside_step = partial(le, now - stepped_at_s)
         overspent = guards.account(production, beside_step=beside_step, now=now)

@@ -93,7 +93,7 @@ async def opened_run(
     on_progress: Callable[[float], None] = lambda _ratio: None,
 ) -> AsyncGenerator[TrainingRun, None]:
     """The job's run, with its gateway and its store; `around_collect` may wrap its rollouts."""
-    from weightsync import Publisher, WorkSettings
+    from weightsync import Publisher
     from weightsync.encoding.codec import warm_up
 
     # Warms up before anything is measured, since it shares the core.
@@ -109,7 +109,7 @@ async def opened_run(
             clock=clock,
             on_progress=on_progress,
         )
-        store, work = config.weight_root / config.store, WorkSettings(threads=1)
+        store, work = config.weight_root / config.store, Publisher.Work(threads=1)
         with Publisher(store, work=work) as publisher:
             yield TrainingRun(
                 weights,

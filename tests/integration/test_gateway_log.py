@@ -34,7 +34,7 @@ async def test_the_log_has_engines_jobs_and_versions_and_no_turn(
     refused = (
         "job job: version 1 of store s: job job is at version 1 of store job.store; versions only "
         "rise, whatever store they are in; begin a new run as another job, or go on with "
-        "Publisher(versions=VersionSettings(first_version=2))"
+        "Publisher(versions=Publisher.Versions(first_version=2))"
     )
     assert [line for line in caplog.messages if line != lost] == [
         "job job of tenant lab is registered, at version 0",

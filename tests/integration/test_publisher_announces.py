@@ -19,7 +19,7 @@ from tests.certificates import Authority, token_file
 from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import Site, gateway_on
-from weightsync import AnnounceSettings, Publisher
+from weightsync import Publisher
 from weightsync.encoding.codec import warm_up
 
 ANSWER_S = 20.0
@@ -190,7 +190,7 @@ async def test_a_renewed_token_is_sent_to_a_gateway_of_a_private_authority(tmp_p
     token = token_file(tmp_path, "token", "first-token-of-16-characters")
     with Publisher(
         tmp_path / "job.store",
-        announce=AnnounceSettings(
+        announce=Publisher.Announce(
             f"{site.url}/v1/jobs/job", token_file=str(token), ca_file=str(authority.file)
         ),
     ) as publisher:

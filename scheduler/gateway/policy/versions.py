@@ -214,7 +214,7 @@ class VersionPolicy:
         return (
             f"job {event.job} is at version {before.version} of store {before.store}; "
             "versions only rise, whatever store they are in; begin a new run as another job, or go "
-            f"on with Publisher(versions=VersionSettings(first_version={before.version + 1}))"
+            f"on with Publisher(versions=Publisher.Versions(first_version={before.version + 1}))"
         )
 
     def observe(self, event: VersionsEvent, *, now: float) -> tuple[VersionsEffect, ...]:

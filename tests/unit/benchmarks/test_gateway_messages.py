@@ -7,7 +7,7 @@ from benchmarks.gateway.dialects import (
     GENERATE,
     SGLANG,
     AnyRequest,
-    Route,
+    TurnRoute,
     ids_of_reply,
     request_bytes,
 )
@@ -27,7 +27,7 @@ def read_reply(data: bytes, *, portion: int) -> ReplyReader:
 
 @ROUTES
 @pytest.mark.parametrize("portion", [1, 7, 100_000])
-def test_reads_requests_in_any_portions(route: Route, portion: int) -> None:
+def test_reads_requests_in_any_portions(route: TurnRoute, portion: int) -> None:
     sent = [
         request_bytes(route, number=number, tokens=5, stream=False, port=1) for number in (3, 4)
     ]
@@ -44,14 +44,14 @@ def test_reads_requests_in_any_portions(route: Route, portion: int) -> None:
 @pytest.mark.parametrize("portion", [1, 7, 100_000])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_of_the_stub_has_its_tokens_in_order(
-    route: Route, portion: int, stream: bool
+    route: TurnRoute, portion: int, stream: bool
 ) -> None:
     reply = read_reply((streamed if stream else whole)(route, 12), portion=portion)
     assert ids_of_reply(route, reply, stream=stream) == list(range(1, 13))
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS], ids=lambda route: route.path)
-def test_a_lost_token_shows(route: Route) -> None:
+def test_a_lost_token_shows(route: TurnRoute) -> None:
     lost = chunk(route, 2, 3)
     reply = read_reply(streamed(route, 3).replace(lost, b""), portion=1000)
     assert ids_of_reply(route, reply, stream=True) == [1, 3]

@@ -45,7 +45,7 @@ def test_publisher_and_follower_need_neither_a_framework_nor_a_server(tmp_path: 
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({extras!r}))\n"
         "from weightsync import Follower, Publisher, Receiver, ShardSlice, TensorTarget\n"
-        "from weightsync import AnnounceSettings, ExchangeSettings, VersionSettings, WorkSettings\n"
+        "Publisher.Versions(), Publisher.Work(), Publisher.Exchange(), Publisher.Announce()\n"
         "Follower(Receiver(sys.argv[1]), sys.argv[2]).close()"
     )
     (tmp_path / "store").mkdir()
