@@ -134,7 +134,12 @@ def test_a_rank_s_publisher_knows_its_place(
     publish = example("publish")
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    monkeypatch.setattr(publish, "Publisher", lambda store, **given: asked.update(given))
+
+    class AskedPublisher(Publisher):
+        def __init__(self, _: str, **given: Any) -> None:
+            asked.update(given)
+
+    monkeypatch.setattr(publish, "Publisher", AskedPublisher)
 
     publish.sharded_publisher(str(tmp_path))
 
