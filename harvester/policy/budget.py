@@ -227,9 +227,13 @@ class ErrorBudget:
             return 0.0
         rate = served.misses / served.requests
         if self._proven:
-            names = "withheld", "slices"
-            withheld, slices = self.state.minutes.newest(names, baseline_minutes or minutes)
-            if not any(withheld) and sum(slices) < _UNPROVEN_SLICES:
+            names = "granted", "withheld", "slices"
+            granted, withheld, slices = self.state.minutes.newest(
+                names, baseline_minutes or minutes
+            )
+            # Minutes without a lease have slices too.
+            leased = sum([n for one, n in zip(granted, slices, strict=True) if one])
+            if not any(withheld) and leased < _UNPROVEN_SLICES:
                 return 0.0
             rate = sum(
                 self._rate_over(names, minutes, baseline_minutes or minutes)

@@ -69,7 +69,11 @@ def _late_slices(
     if not any(late):
         return math.inf
     weighed = sum(
-        [one * each / count for one, each, count in zip(late, withheld, counts, strict=True) if one]
+        [
+            one * each / count
+            for one, each, count in zip(late, withheld, counts, strict=True)
+            if count
+        ]
     )
     return weighed * sum(late) / sum([one * one / n for one, n in zip(late, slices, strict=True)])
 

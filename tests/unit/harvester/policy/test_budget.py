@@ -192,6 +192,16 @@ def test_a_burn_counts_every_miss_after_twenty_slices_without_a_control(
     assert stopped[-1]
 
 
+def test_slices_of_an_hour_without_a_lease_are_no_control() -> None:
+    budget = ErrorBudget(BudgetSettings())
+    for at in range(60):
+        budget.observe(Served(requests=30_000, misses=0), now=60.0 * at, slice_s=30.0)
+    late = Served(requests=30_000, granted=30_000, granted_misses=3000)
+    stopped = [budget.observe(late, now=60.0 * at, slice_s=30.0) for at in range(60, 75)]
+    assert not any(stopped[:9])
+    assert stopped[-1]
+
+
 ALLOTTED = Allotment(number=1, misses=3.0, budget=100.0, spent=0.0)
 
 

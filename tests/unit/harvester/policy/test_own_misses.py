@@ -70,3 +70,9 @@ def test_an_overload_whose_few_long_slices_were_all_granted_is_believed_of_produ
     # Short slices would have been withheld in all of those minutes, without a late request.
     columns[2] = [80.0] * 60
     assert believable_rate(*columns, [30.0] * 60) < granted_rate / 2
+
+
+def test_a_miss_whose_request_counted_a_minute_before_is_no_error() -> None:
+    """Its minute has a late request and no other."""
+    columns = [[40.0, 40.0, 40.0, 0.0], [1.0, 0.0, 0.0, 1.0], [4.0] * 3 + [0.0], [0.0] * 4]
+    assert 0.0 <= believable_rate(*columns, [30.0] * 4) <= 1.0
