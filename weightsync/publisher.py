@@ -99,6 +99,13 @@ class Publisher(AbstractContextManager["Publisher"]):
     ) -> None:
         if not 0 <= rank < ranks:
             raise ConfigError(f"rank {rank} of ranks={ranks}: use one from 0 to ranks - 1")
+        for name, given, kind in (
+            ("versions", versions, VersionSettings),
+            ("work", work, WorkSettings),
+            ("exchange", exchange, ExchangeSettings),
+        ):
+            if not isinstance(given, kind):
+                raise ConfigError(f"{name}: use Publisher.{name.capitalize()}(...), not {given!r}")
         self._versions = versions
         self._clock = work.clock
         self._store = (

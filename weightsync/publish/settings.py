@@ -38,7 +38,7 @@ class VersionSettings:
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.anchor_every <= MAX_ANCHOR_EVERY or self.anchor_every % 1:
+        if self.anchor_every not in range(1, MAX_ANCHOR_EVERY + 1):
             raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
         if not (isinstance(self.first_version, int) and 1 <= self.first_version < _MAX_VERSION):
             raise ConfigError(f"first_version {self.first_version!r}: use a number from 1")
@@ -81,10 +81,9 @@ class ExchangeSettings:
     """Bound on rank 0's wait for the slowest rank."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.rank_timeout_s < inf:
-            raise ConfigError(
-                f"rank_timeout_s {self.rank_timeout_s}: use a number of seconds above 0"
-            )
+        given = self.rank_timeout_s
+        if not (isinstance(given, int | float) and 0 < given < inf):
+            raise ConfigError(f"rank_timeout_s {given!r}: use a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +107,5 @@ class AnnounceSettings:
 def _check_positive(settings: VersionSettings | WorkSettings, *fields: str) -> None:
     for field in fields:
         value = getattr(settings, field)
-        if value is not None and not value >= 1:
+        if value is not None and not (isinstance(value, int | float) and value >= 1):
             raise ConfigError(f"{field} {value!r}: use a number from 1")

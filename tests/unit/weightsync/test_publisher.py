@@ -490,6 +490,9 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (WorkSettings, {"shard_bytes": 0}, "shard_bytes 0: use a number from 1"),
         (VersionSettings, {"keep_versions": math.nan}, "keep_versions nan: use a number from 1"),
         (VersionSettings, {"anchor_every": 2.5}, "anchor_every must be a whole number"),
+        (VersionSettings, {"anchor_every": "10"}, "anchor_every must be a whole number"),
+        (WorkSettings, {"threads": "2"}, "threads '2'"),
+        (ExchangeSettings, {"rank_timeout_s": "60"}, "rank_timeout_s '60'"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_at_once(
@@ -497,6 +500,22 @@ def test_a_setting_that_cannot_be_meant_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"versions": {"anchor_every": 10}}, r"versions: use Publisher\.Versions\("),
+        ({"work": Publisher.Versions()}, r"work: use Publisher\.Work\("),
+        ({"exchange": None}, r"exchange: use Publisher\.Exchange\("),
+    ],
+)
+def test_settings_of_another_kind_are_refused(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Publisher(tmp_path / "store", **given)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, math.nan, "x"])
