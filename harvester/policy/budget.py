@@ -24,7 +24,7 @@ from harvester.contracts.served import (
     charged_misses,
 )
 from harvester.contracts.wire.error_budget import Allotment
-from harvester.policy.own_misses import believable_rate
+from harvester.policy.own_misses import believable_rate, late_rate
 from harvester.policy.settings import BudgetSettings
 
 _MINUTE_S = 60.0
@@ -55,7 +55,8 @@ RESUME_RATIO = 0.5
 _UNPROVEN_SLICES = 20
 """Slices without a withheld request, after which nothing is known in production's favour. In a
 slot's first half hour, in which a quarter is withheld, chance leaves so many with 0.3 %."""
-_KEPT = *COUNTS, "slices"
+_SLICES = "slices", "withheld_slices"
+_KEPT = *COUNTS, *_SLICES
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
 _BEATS = "granted_beats", "granted_late_beats", "withheld_beats", "withheld_late_beats"
 
@@ -76,6 +77,8 @@ class Ring(msgspec.Struct, kw_only=True):
     withheld_late_beats: list[float] = []
     slices: list[float] = []
     """Slices of the proof, also parts of them."""
+    withheld_slices: list[float] = []
+    """Those of them that are withheld in the mean, by their chances."""
     head: int = -1
 
     def __post_init__(self) -> None:
@@ -99,10 +102,14 @@ class Ring(msgspec.Struct, kw_only=True):
         }
         return Ring(period_s=self.period_s, head=self.head + periods, **turned)
 
-    def add(self, served: Served, *, slices: float = 0.0, now: float) -> None:
+    def add(
+        self, served: Served, *, slices: float = 0.0, share: float = 0.0, now: float
+    ) -> None:
+        """`share`: chance with which these slices are withheld."""
         self.advance(now)
         place = self.head % len(self.requests)
         self.slices[place] += slices
+        self.withheld_slices[place] += slices * share
         for name in () if served == NONE_SERVED else COUNTS:
             if count := getattr(served, name):
                 getattr(self, name)[place] += count
@@ -125,6 +132,11 @@ class Ring(msgspec.Struct, kw_only=True):
     def last(self, periods: int) -> Served:
         """Sums of the newest `periods` periods, the running one included."""
         return Served(**dict(zip(COUNTS, map(sum, self.newest(COUNTS, periods)), strict=True)))
+
+    def shares(self, periods: int) -> list[float]:
+        """Chances with which slices of the newest periods were withheld; 0 where not known."""
+        both = zip(*self.newest(_SLICES, periods), strict=True)
+        return [withheld / slices if slices else 0.0 for slices, withheld in both]
 
     def newest(self, names: Sequence[str], periods: int) -> list[list[float]]:
         """Counts of the newest `periods` periods, for each of the names."""
@@ -243,11 +255,13 @@ class ErrorBudget:
 
     def _rate_over(self, names: Sequence[str], minutes: int, baseline_minutes: int) -> float:
         """Share of late granted ones that is not believed to be production's own."""
-        granted, late, *_ = [sum(counts) for counts in self.state.minutes.newest(names, minutes)]
-        if not late:
+        ring = self.state.minutes
+        granted, late, *_ = ring.newest(names, minutes)
+        if not any(late):
             return 0.0
-        baseline = self.state.minutes.newest((*names, "slices"), baseline_minutes)
-        return max(0.0, late / granted - believable_rate(*baseline))
+        baseline = ring.newest((*names, "slices"), baseline_minutes)
+        own = believable_rate(*baseline, ring.shares(baseline_minutes))
+        return max(0.0, late_rate(granted, late, ring.shares(minutes)) - own)
 
     def observe(
         self,
@@ -255,11 +269,13 @@ class ErrorBudget:
         *,
         now: float,
         slice_s: float = _MINUTE_S,
+        withheld_share: float = 0.0,
         leased: bool = False,
         allotment: Allotment | None = None,
     ) -> bool:
-        """Fold new counts in; True while harvesting must stop. `slice_s`: length of the proof's
-        slices; `allotment`: of the lease."""
+        """Fold new counts in; True while harvesting must stop. `slice_s`, `withheld_share`: length
+        of the proof's running slice, and the chance with which it was withheld, 0 where not known;
+        `allotment`: of the lease."""
         state = self.state
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
         slices = min(max(0.0, elapsed_s), _MINUTE_S) / slice_s
@@ -268,7 +284,7 @@ class ErrorBudget:
         if state.unknown_at_s is not None and now - state.unknown_at_s >= BUDGET_HOURS * HOUR_S:
             state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
-            ring.add(served, slices=slices, now=now)
+            ring.add(served, slices=slices, share=withheld_share, now=now)
         # Without a new miss only time can change the verdict, minute by minute.
         missed = served.misses + served.granted_misses + served.granted_late_beats
         changed = self._follow(allotment, leased=leased)
@@ -345,10 +361,10 @@ class ErrorBudget:
         if overspent := self._overspent():
             return "error_budget", overspent
         for window in BURN_WINDOWS:
-            minutes = window.long_minutes
-            long = self.burn_rate(minutes)
-            short = self.burn_rate(window.short_minutes, baseline_minutes=minutes)
-            if min(long, short) >= window.rate * strictness:
-                reason = f"budget burns at {long:.1f} times its pace over {minutes} min"
+            minutes, least = window.long_minutes, window.rate * strictness
+            burns = self.burn_rate(minutes)
+            # The short window only tells whether it still burns.
+            if burns >= least <= self.burn_rate(window.short_minutes, baseline_minutes=minutes):
+                reason = f"budget burns at {burns:.1f} times its pace over {minutes} min"
                 return window.guard, reason
         return "", ""

@@ -90,6 +90,7 @@ class Guards:
             served,
             now=now,
             slice_s=self.proof.slice_s,
+            withheld_share=self.proof.withheld_share,
             leased=lease.lease is not None,
             allotment=lease.allotment,
         )

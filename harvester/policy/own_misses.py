@@ -1,7 +1,9 @@
 """Production's own misses, apart from the budget: their coverage is tested without any charge.
 
-Their rate comes from slices withheld at random. Load swings last longer than a slice, so that all
-withheld slices may miss a swing. The spread of the per-minute miss rates, granted and withheld
+Their rate comes from slices withheld at random, more of them while the guest is new or under
+suspicion: a slice counts by the inverse of its chance, or the minutes of little withholding would
+be missing from production's own. Load swings last longer than a slice, so that all withheld slices
+may miss a swing. The spread of the per-minute miss rates, granted and withheld
 requests together, estimates this sampling error; few minutes, and few withheld slices among those
 with late requests, tell little of it. Lasting harm raises all minutes alike and adds no spread.
 Reads no clock.
@@ -22,9 +24,11 @@ def believable_rate(
     withheld: Sequence[float],
     withheld_late: Sequence[float],
     slices: Sequence[float],
+    shares: Sequence[float],
 ) -> float:
     """The highest share of late requests, 0 to 1, that production alone is believed to have; counts
-    of each minute, with its slices. 0 without withheld requests: nothing speaks for production."""
+    of each minute, with its slices and their chance to be withheld. 0 without withheld requests:
+    nothing speaks for production."""
     alone = sum(withheld)
     if not alone:
         return 0.0
@@ -33,29 +37,41 @@ def believable_rate(
     minutes = sum(map(bool, counts))
     if minutes < _LEAST_MINUTES or not sum(granted):
         return 1.0
-    # A minute whose slices are not known counts as one.
-    known = [each or 1.0 for each in slices]
-    error = _sampling_error(counts, late, known, share=alone / sum(counts))
-    believable = student(
-        _BELIEVABLE, max(1.0, min(minutes, _late_slices(withheld, counts, late, known)) - 1.0)
-    )
-    return min(1.0, _upper(sum(withheld_late), alone) + believable * error)
+    # A minute whose slices are not known counts as one, withheld as often as all requests.
+    slices, of_all = [each or 1.0 for each in slices], alone / sum(counts)
+    shares = [each or of_all for each in shares]
+    error = _sampling_error(counts, late, slices, shares)
+    late_slices = _late_slices(withheld, counts, late, slices, shares)
+    believable = student(_BELIEVABLE, max(1.0, min(minutes, late_slices) - 1.0))
+    weights = [1.0 / share for share in shares]
+    return min(1.0, _upper(withheld_late, withheld, weights) + believable * error)
+
+
+def late_rate(granted: Sequence[float], late: Sequence[float], shares: Sequence[float]) -> float:
+    """The share of late granted requests, had each minute granted the same share of its own."""
+    weights = [1.0 / (1.0 - share) for share in shares]
+    requests = _weighed(granted, weights)
+    return _weighed(late, weights) / requests if requests else 0.0
 
 
 def _sampling_error(
-    counts: Sequence[float], late: Sequence[float], slices: Sequence[float], *, share: float
+    counts: Sequence[float],
+    late: Sequence[float],
+    slices: Sequence[float],
+    shares: Sequence[float],
 ) -> float:
-    """Standard error of the difference between the rates of a random `share` of the slices and of
-    the others (ratio estimates; Cochran, "Sampling Techniques", 1977, chapter 6)."""
+    """Standard error of the difference between the rates of slices drawn at random, by each
+    minute's share, and of the others, each slice weighed by the inverse of its chance (ratio
+    estimates; Cochran, "Sampling Techniques", 1977, chapters 6 and 9A)."""
     total, minutes = sum(counts), sum(map(bool, counts))
     mean = sum(late) / total
     squares = sum(
         [
-            (one - mean * count) ** 2 / number
-            for one, count, number in zip(late, counts, slices, strict=True)
+            (one - mean * count) ** 2 / (number * share * (1 - share))
+            for one, count, number, share in zip(late, counts, slices, shares, strict=True)
         ]
     )
-    return math.sqrt(squares * minutes / (minutes - 1) / (share * (1 - share))) / total
+    return math.sqrt(squares * minutes / (minutes - 1)) / total
 
 
 def _late_slices(
@@ -63,19 +79,21 @@ def _late_slices(
     counts: Sequence[float],
     late: Sequence[float],
     slices: Sequence[float],
+    shares: Sequence[float],
 ) -> float:
-    """Withheld ones among the slices in which requests were late: the share withheld, weighed by
-    late requests, of the effective number of such slices (Kish, "Survey Sampling", 1965)."""
+    """Effective number of withheld slices in which requests were late (Kish, "Survey Sampling",
+    1965), each weighed by its late requests and the inverse of its chance."""
     if not any(late):
         return math.inf
-    weighed = sum(
-        [
-            one * each / count
-            for one, each, count in zip(late, withheld, counts, strict=True)
-            if count
-        ]
-    )
-    return weighed * sum(late) / sum([one * one / n for one, n in zip(late, slices, strict=True)])
+    weighed = squares = 0.0
+    for alone, count, one, number, share in zip(
+        withheld, counts, late, slices, shares, strict=True
+    ):
+        if alone:
+            weight = one / share
+            weighed += alone / count * weight
+            squares += alone / count * weight * weight / number
+    return weighed * weighed / squares if squares else 0.0
 
 
 def student(z: float, degrees: float) -> float:
@@ -85,8 +103,15 @@ def student(z: float, degrees: float) -> float:
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
-def _upper(misses: float, requests: float) -> float:
-    """Upper bound of a rate (Wilson, "Probable inference", 1927)."""
-    rate, z2 = min(1.0, misses / requests), _BELIEVABLE * _BELIEVABLE
-    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / requests + z2 / (4 * requests * requests))
-    return (rate + z2 / (2 * requests) + half) / (1 + z2 / requests)
+def _upper(late: Sequence[float], requests: Sequence[float], weights: Sequence[float]) -> float:
+    """Upper bound of a weighed rate, by the effective number of its requests (Wilson, "Probable
+    inference", 1927; Kish)."""
+    weighed = _weighed(requests, weights)
+    effective = weighed * weighed / _weighed(requests, [each * each for each in weights])
+    rate, z2 = min(1.0, _weighed(late, weights) / weighed), _BELIEVABLE * _BELIEVABLE
+    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / effective + z2 / (4 * effective * effective))
+    return (rate + z2 / (2 * effective) + half) / (1 + z2 / effective)
+
+
+def _weighed(counts: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum([count * weight for count, weight in zip(counts, weights, strict=True)])

@@ -274,6 +274,12 @@ class Proof:
         slices = self.state.slices
         return slices[-1].length_s if slices else self._settings.slice_s
 
+    @property
+    def withheld_share(self) -> float:
+        """Chance with which the running slice was withheld; 0 before the first one."""
+        slices = self.state.slices
+        return slices[-1].share if slices else 0.0
+
     def impact(self) -> dict[str, Impact | None]:
         state, settings = self.state, self._settings
         return {"ttft": state.ttft.impact(settings), "itl": state.itl.impact(settings)}

@@ -134,6 +134,24 @@ def test_an_overload_s_long_slices_count_as_few_when_slices_are_short_again() ->
         assert not budget.observe(served, now=60.0 * minute, slice_s=slice_s), minute
 
 
+def test_an_overload_after_a_quiet_first_half_hour_is_no_burn() -> None:
+    """A quarter of the quiet slices was withheld, and a twentieth of the overload's."""
+    budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
+    for minute in range(60):
+        share, late = (0.25, 0.0) if minute < 30 else (0.05, 0.15)
+        withheld = 300 * share
+        granted = 300 - withheld
+        served = Served(
+            requests=300,
+            granted=granted,
+            granted_misses=late * granted,
+            withheld=withheld,
+            withheld_misses=late * withheld,
+        )
+        stopped = budget.observe(served, now=60.0 * minute, slice_s=2.0, withheld_share=share)
+        assert not stopped, minute
+
+
 @pytest.mark.parametrize(("slice_s", "withheld_share"), [(2.0, 0.05), (30.0, 0.5)])
 def test_a_burn_stops_before_people_are_paged(slice_s: float, withheld_share: float) -> None:
     """25 % misses beside the guest: 14.4 times the pace over an hour is reached after 35 min. Long
@@ -141,12 +159,14 @@ def test_a_burn_stops_before_people_are_paged(slice_s: float, withheld_share: fl
     budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
     quiet = Served(requests=300, granted=270, withheld=15)
     for minute in range(24 * 60):
-        budget.observe(quiet, now=60.0 * minute, slice_s=slice_s)
+        budget.observe(quiet, now=60.0 * minute, slice_s=slice_s, withheld_share=0.05)
     withheld = 285 * withheld_share
     granted = 285 - withheld
     harm = replace(quiet, misses=67, granted=granted, granted_misses=granted / 4, withheld=withheld)
     minute = 24 * 60
-    while not budget.observe(harm, now=60.0 * minute, slice_s=slice_s):
+    while not budget.observe(
+        harm, now=60.0 * minute, slice_s=slice_s, withheld_share=withheld_share
+    ):
         minute += 1
     assert minute - 24 * 60 < 35
     assert budget.state.guard == "burn_1h"
