@@ -26,6 +26,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     granted_late_beats: float = 0.0
     """Requests with a late token in a beat, summed over beats; a request counts once per beat."""
     withheld: float = 0.0
+    """Requests of withheld slices, each counted (1 - p) / p times, where p was the chance that its
+    slice is withheld: more is withheld under suspicion, and so they stand for the granted ones."""
     withheld_misses: float = 0.0
     withheld_beats: float = 0.0
     withheld_late_beats: float = 0.0
@@ -45,7 +47,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         late = 0.0
         if self.granted_beats and self.withheld_beats:
             share = self.withheld_late_beats / self.withheld_beats
-            late = min(self.granted, self.granted_late_beats - self.granted_beats * share)
+            late = self.granted_late_beats - self.granted_beats * share
+            late = max(-self.granted, min(self.granted, late))
         return self.granted_misses - self.granted * self.withheld_misses / self.withheld + late
 
 

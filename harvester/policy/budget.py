@@ -78,7 +78,7 @@ class Ring(msgspec.Struct, kw_only=True):
     slices: list[float] = []
     """Slices of the proof, also parts of them."""
     withheld_slices: list[float] = []
-    """Those of them that are withheld in the mean, by their chances."""
+    """Mean number of them that are withheld, by their chances."""
     head: int = -1
 
     def __post_init__(self) -> None:
@@ -102,9 +102,7 @@ class Ring(msgspec.Struct, kw_only=True):
         }
         return Ring(period_s=self.period_s, head=self.head + periods, **turned)
 
-    def add(
-        self, served: Served, *, slices: float = 0.0, share: float = 0.0, now: float
-    ) -> None:
+    def add(self, served: Served, *, slices: float = 0.0, share: float = 0.0, now: float) -> None:
         """`share`: chance with which these slices are withheld."""
         self.advance(now)
         place = self.head % len(self.requests)
@@ -260,7 +258,7 @@ class ErrorBudget:
         if not any(late):
             return 0.0
         baseline = ring.newest((*names, "slices"), baseline_minutes)
-        own = believable_rate(*baseline, ring.shares(baseline_minutes))
+        own = believable_rate(*baseline, shares=ring.shares(baseline_minutes))
         return max(0.0, late_rate(granted, late, ring.shares(minutes)) - own)
 
     def observe(

@@ -68,11 +68,12 @@ class Guards:
         if served != NONE_SERVED:
             memory.served += served
         memory.unanswered += production.unanswered
+        own = [(x, weight) for x, weight in ttft.weighed if self.proof.stands_for(now - x)]
         level_ttft = self._ttft_misses.observe(
             samples=ttft.total,
             misses=ttft_misses,
-            own_samples=served.withheld,
-            own_misses=served.withheld_misses,
+            own_samples=sum(weight for _, weight in own),
+            own_misses=sum(weight for x, weight in own if x > settings.ttft_slo_s),
             now=now,
         )
         withheld = served.withheld_beats > 0
@@ -150,26 +151,31 @@ class Guards:
         settings, ttft, itl = self._settings, production.ttft, production.itl
         if not ttft.seen_s and not itl.seen_s:
             return Served(requests=ttft.total, misses=misses)
-        counts: dict[bool | None, float] = dict.fromkeys((False, True, None), 0.0)
-        late = counts.copy()
+        granted = granted_late = withheld = withheld_late = 0.0
         for latency_s, weight in ttft.weighed:
-            arrived_in = self.proof.withheld_at(now - latency_s)
-            counts[arrived_in] += weight
-            late[arrived_in] += weight * (latency_s > settings.ttft_slo_s)
-        side, decoded, late_decoded = None, 0.0, 0.0
+            stands_for = self.proof.stands_for(now - latency_s)
+            late = weight * (latency_s > settings.ttft_slo_s)
+            if stands_for:
+                withheld += stands_for * weight
+                withheld_late += stands_for * late
+            elif stands_for is not None:
+                granted += weight
+                granted_late += late
+        stands_for, late_decoded = None, 0.0
         if itl.seen_s:
             worst_s = max(itl.seen_s + production.itl_late.seen_s)
-            side, decoded = self.proof.withheld_at(now - worst_s), production.decoded
-            late_decoded = min(production.itl_late.total, decoded)
+            stands_for = self.proof.stands_for(now - worst_s)
+            late_decoded = min(production.itl_late.total, production.decoded)
+        beside, alone = float(stands_for == 0.0), stands_for or 0.0
         return Served(
             requests=ttft.total,
             misses=misses,
-            granted=counts[False],
-            granted_misses=late[False],
-            granted_beats=decoded * (side is False),
-            granted_late_beats=late_decoded * (side is False),
-            withheld=counts[True],
-            withheld_misses=late[True],
-            withheld_beats=decoded * (side is True),
-            withheld_late_beats=late_decoded * (side is True),
+            granted=granted,
+            granted_misses=granted_late,
+            granted_beats=beside * production.decoded,
+            granted_late_beats=beside * late_decoded,
+            withheld=withheld,
+            withheld_misses=withheld_late,
+            withheld_beats=alone * production.decoded,
+            withheld_late_beats=alone * late_decoded,
         )

@@ -3,10 +3,9 @@
 Their rate comes from slices withheld at random, more of them while the guest is new or under
 suspicion: a slice counts by the inverse of its chance, or the minutes of little withholding would
 be missing from production's own. Load swings last longer than a slice, so that all withheld slices
-may miss a swing. The spread of the per-minute miss rates, granted and withheld
-requests together, estimates this sampling error; few minutes, and few withheld slices among those
-with late requests, tell little of it. Lasting harm raises all minutes alike and adds no spread.
-Reads no clock.
+may miss a swing. The spread of the per-minute miss rates, granted and withheld requests together,
+estimates this sampling error; few minutes, and few withheld slices among those with late requests,
+tell little of it. Lasting harm raises all minutes alike and adds no spread. Reads no clock.
 """
 
 import math
@@ -18,40 +17,53 @@ _LEAST_MINUTES = 3
 """Minutes with requests, without which their spread is unknown."""
 
 
+def late_rate(granted: Sequence[float], late: Sequence[float], shares: Sequence[float]) -> float:
+    """The share of late granted requests, had all slices been granted; 0 without requests."""
+    every = [1.0 / (1.0 - share) for share in shares]
+    requests = _weighed(granted, every)
+    return _weighed(late, every) / requests if requests else 0.0
+
+
 def believable_rate(
     granted: Sequence[float],
     granted_late: Sequence[float],
     withheld: Sequence[float],
     withheld_late: Sequence[float],
     slices: Sequence[float],
+    *,
     shares: Sequence[float],
 ) -> float:
-    """The highest share of late requests, 0 to 1, that production alone is believed to have; counts
-    of each minute, with its slices and their chance to be withheld. 0 without withheld requests:
-    nothing speaks for production."""
-    alone = sum(withheld)
-    if not alone:
+    """The highest share of late requests, 0 to 1, that production is believed to have by itself,
+    had all slices been withheld. 0 without withheld requests: nothing speaks for production.
+
+    Counts of each minute, withheld ones as `Served` weighs them, with its slices and their chance
+    to be withheld; a minute that does not know its chance (0) has plain counts.
+    """
+    if not any(withheld):
         return 0.0
-    counts = [one + other for one, other in zip(granted, withheld, strict=True)]
-    late = [one + other for one, other in zip(granted_late, withheld_late, strict=True)]
+    odds = [share / (1.0 - share) or 1.0 for share in shares]
+    alone = [one * each for one, each in zip(withheld, odds, strict=True)]
+    alone_late = [one * each for one, each in zip(withheld_late, odds, strict=True)]
+    counts = [one + other for one, other in zip(granted, alone, strict=True)]
+    late = [one + other for one, other in zip(granted_late, alone_late, strict=True)]
     minutes = sum(map(bool, counts))
-    if minutes < _LEAST_MINUTES or not sum(granted):
+    if minutes < _LEAST_MINUTES or not any(granted):
         return 1.0
     # A minute whose slices are not known counts as one, withheld as often as all requests.
-    slices, of_all = [each or 1.0 for each in slices], alone / sum(counts)
-    shares = [each or of_all for each in shares]
+    slices, overall = [each or 1.0 for each in slices], sum(alone) / sum(counts)
+    shares = [each or overall for each in shares]
     error = _sampling_error(counts, late, slices, shares)
-    late_slices = _late_slices(withheld, counts, late, slices, shares)
+    late_slices = _late_slices(alone, counts, late, slices, shares)
     believable = student(_BELIEVABLE, max(1.0, min(minutes, late_slices) - 1.0))
-    weights = [1.0 / share for share in shares]
-    return min(1.0, _upper(withheld_late, withheld, weights) + believable * error)
+    every = [1.0 / share for share in shares]
+    requests = _weighed(alone, every)
+    effective = requests * requests / _weighed(alone, [each * each for each in every])
+    rate = min(1.0, _weighed(alone_late, every) / requests)
+    return min(1.0, _upper(rate, effective) + believable * error)
 
 
-def late_rate(granted: Sequence[float], late: Sequence[float], shares: Sequence[float]) -> float:
-    """The share of late granted requests, had each minute granted the same share of its own."""
-    weights = [1.0 / (1.0 - share) for share in shares]
-    requests = _weighed(granted, weights)
-    return _weighed(late, weights) / requests if requests else 0.0
+def _weighed(counts: Sequence[float], weights: Sequence[float]) -> float:
+    return sum([count * weight for count, weight in zip(counts, weights, strict=True)])
 
 
 def _sampling_error(
@@ -67,7 +79,7 @@ def _sampling_error(
     mean = sum(late) / total
     squares = sum(
         [
-            (one - mean * count) ** 2 / (number * share * (1 - share))
+            (one - mean * count) ** 2 / (number * share * (1.0 - share))
             for one, count, number, share in zip(late, counts, slices, shares, strict=True)
         ]
     )
@@ -75,24 +87,25 @@ def _sampling_error(
 
 
 def _late_slices(
-    withheld: Sequence[float],
+    alone: Sequence[float],
     counts: Sequence[float],
     late: Sequence[float],
     slices: Sequence[float],
     shares: Sequence[float],
 ) -> float:
     """Effective number of withheld slices in which requests were late (Kish, "Survey Sampling",
-    1965), each weighed by its late requests and the inverse of its chance."""
+    1965), each weighed by its late requests and the inverse of its chance. `alone`: withheld
+    requests."""
     if not any(late):
         return math.inf
     weighed = squares = 0.0
-    for alone, count, one, number, share in zip(
-        withheld, counts, late, slices, shares, strict=True
+    for withheld, count, one, number, share in zip(
+        alone, counts, late, slices, shares, strict=True
     ):
-        if alone:
+        if withheld:
             weight = one / share
-            weighed += alone / count * weight
-            squares += alone / count * weight * weight / number
+            weighed += withheld / count * weight
+            squares += withheld / count * weight * weight / number
     return weighed * weighed / squares if squares else 0.0
 
 
@@ -103,15 +116,9 @@ def student(z: float, degrees: float) -> float:
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
-def _upper(late: Sequence[float], requests: Sequence[float], weights: Sequence[float]) -> float:
-    """Upper bound of a weighed rate, by the effective number of its requests (Wilson, "Probable
-    inference", 1927; Kish)."""
-    weighed = _weighed(requests, weights)
-    effective = weighed * weighed / _weighed(requests, [each * each for each in weights])
-    rate, z2 = min(1.0, _weighed(late, weights) / weighed), _BELIEVABLE * _BELIEVABLE
-    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / effective + z2 / (4 * effective * effective))
-    return (rate + z2 / (2 * effective) + half) / (1 + z2 / effective)
-
-
-def _weighed(counts: Sequence[float], weights: Sequence[float]) -> float:
-    return math.fsum([count * weight for count, weight in zip(counts, weights, strict=True)])
+def _upper(rate: float, requests: float) -> float:
+    """Upper bound of a rate, by the effective number of its requests (Wilson, "Probable inference",
+    1927; Kish)."""
+    z2 = _BELIEVABLE * _BELIEVABLE
+    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / requests + z2 / (4 * requests * requests))
+    return (rate + z2 / (2 * requests) + half) / (1 + z2 / requests)

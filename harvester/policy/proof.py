@@ -118,11 +118,18 @@ class Slice(msgspec.Struct, kw_only=True):
         return self.begin_s + self.length_s
 
     @property
-    def outline(self) -> tuple[float, float, bool | None]:
-        """Begin and end, in s, of arrivals that count to this slice; whether it was withheld."""
+    def stands_for(self) -> float | None:
+        """Granted requests for which each of a withheld slice's stands: the odds, before the draw,
+        that the slice is granted. 0 for a granted slice, None for one that does not count."""
+        if not self.counts:
+            return None
+        return (1.0 - self.share) / self.share if self.withheld else 0.0
+
+    @property
+    def outline(self) -> tuple[float, float, float | None]:
+        """Begin and end, in s, of arrivals that count to this slice; what they stand for."""
         edge_s = _EDGE_RATIO * self.length_s
-        side = self.withheld if self.counts else None
-        return self.begin_s + edge_s, self.end_s - edge_s, side
+        return self.begin_s + edge_s, self.end_s - edge_s, self.stands_for
 
     def holds(self, arrival_s: float) -> bool:
         """Whether a request that arrived then counts to this slice."""
@@ -215,9 +222,8 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
 class ProofState(msgspec.Struct, kw_only=True):
     slices: list[Slice] = []
     """Current slice, previous slice, and older slices that may have requests in flight."""
-    ended: list[tuple[float, float, bool | None]] = []
-    """Begin and end, in s, of arrivals that count to the slices before those, and whether each
-    slice was withheld; None where it counts to neither kind."""
+    outlines: list[tuple[float, float, float | None]] = []
+    """Outlines of the slices before those."""
     ttft: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     itl: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     judged_s: float = 0.0
@@ -291,18 +297,22 @@ class Proof:
             slices.append(self._begin(now))
         return slices[-1].withheld
 
-    def withheld_at(self, arrival_s: float) -> bool | None:
-        """Whether the slice in which a request arrived was withheld; None if it counts to none.
+    def stands_for(self, arrival_s: float) -> float | None:
+        """`Slice.stands_for` of the slice in which a request arrived; None if it counts to none.
 
         A request that waited for longer than slices are remembered counts as beside the guest.
         """
-        ended = self.state.ended
-        if len(ended) == _ENDED_KEPT and arrival_s < ended[0][0]:
-            return False
+        outlines = self.state.outlines
+        if len(outlines) == _ENDED_KEPT and arrival_s < outlines[0][0]:
+            return 0.0
         for one in reversed(self.state.slices):
             if one.begin_s <= arrival_s:
-                return one.withheld if one.counts and one.holds(arrival_s) else None
-        found = (side for begin_s, end_s, side in reversed(ended) if begin_s <= arrival_s < end_s)
+                return one.stands_for if one.holds(arrival_s) else None
+        found = (
+            stands_for
+            for begin_s, end_s, stands_for in reversed(outlines)
+            if begin_s <= arrival_s < end_s
+        )
         return next(found, None)
 
     def observe(
@@ -333,7 +343,7 @@ class Proof:
                     allowed = 1.0 if one.withheld else self._allowed
                     getattr(one, name).add(latency_s, slo_s=slo_s, allowed=allowed)
         for done in self._finished(now):
-            state.ended = [*state.ended, done.outline][-_ENDED_KEPT:]
+            state.outlines = [*state.outlines, done.outline][-_ENDED_KEPT:]
             self._judge(done)
             self._judged = True
         if state.stopped_at_s is None:
@@ -403,7 +413,7 @@ class Proof:
 
 def moved(state: ProofState) -> ProofState:
     """For another clock: without slices under way, which were not seen whole."""
-    return msgspec.structs.replace(state, slices=[], ended=[])
+    return msgspec.structs.replace(state, slices=[], outlines=[])
 
 
 def _worth(test: QuantileTest | ThresholdTest) -> float:

@@ -139,14 +139,13 @@ def test_an_overload_after_a_quiet_first_half_hour_is_no_burn() -> None:
     budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
     for minute in range(60):
         share, late = (0.25, 0.0) if minute < 30 else (0.05, 0.15)
-        withheld = 300 * share
-        granted = 300 - withheld
+        granted = 300 * (1 - share)
         served = Served(
             requests=300,
             granted=granted,
             granted_misses=late * granted,
-            withheld=withheld,
-            withheld_misses=late * withheld,
+            withheld=granted,
+            withheld_misses=late * granted,
         )
         stopped = budget.observe(served, now=60.0 * minute, slice_s=2.0, withheld_share=share)
         assert not stopped, minute
@@ -157,12 +156,11 @@ def test_a_burn_stops_before_people_are_paged(slice_s: float, withheld_share: fl
     """25 % misses beside the guest: 14.4 times the pace over an hour is reached after 35 min. Long
     slices show less, but half of them are withheld as soon as the proof suspects the guest."""
     budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
-    quiet = Served(requests=300, granted=270, withheld=15)
+    quiet = Served(requests=300, granted=270, withheld=270)
     for minute in range(24 * 60):
         budget.observe(quiet, now=60.0 * minute, slice_s=slice_s, withheld_share=0.05)
-    withheld = 285 * withheld_share
-    granted = 285 - withheld
-    harm = replace(quiet, misses=67, granted=granted, granted_misses=granted / 4, withheld=withheld)
+    granted = 285 * (1 - withheld_share)
+    harm = replace(quiet, misses=67, granted=granted, granted_misses=granted / 4, withheld=granted)
     minute = 24 * 60
     while not budget.observe(
         harm, now=60.0 * minute, slice_s=slice_s, withheld_share=withheld_share

@@ -157,10 +157,11 @@ def test_a_state_of_an_older_agent_is_read() -> None:
     left = msgspec.json.encode(DurableState(life="old", misses=MissState(samples=5.0)))
     older = msgspec.json.decode(left)
     for group, added in (
-        ("proof", ("ended",)),
+        ("proof", ("outlines",)),
         ("misses", ("own_samples", "own_misses", "own_squares", "breached")),
         ("budget", ("unknown_at_s",)),
     ):
         for name in added:
             del older[group][name]
+    older["proof"]["ended"] = [[1.0, 2.0, True], [3.0, 4.0, None]]
     assert msgspec.convert(older, DurableState) == msgspec.json.decode(left, type=DurableState)

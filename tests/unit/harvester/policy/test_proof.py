@@ -163,11 +163,11 @@ def test_a_request_that_waited_for_minutes_counts_to_the_slice_in_which_it_arriv
         sides[now] = proof.withheld(now=now)
         proof.observe(ttft_s=(), itl_s=(), eligible=True, leased=True, now=now)
     late = [at_s for at_s in sides if 60.0 < now - at_s < 500.0]
-    found = [(proof.withheld_at(at_s), sides[at_s]) for at_s in late]
-    assert {side for side, _ in found} == {True, False, None}
-    assert all(side in (truth, None) for side, truth in found)
-    assert proof.withheld_at(1000.0) is False, "longer than slices are remembered"
-    assert len(proof.state.ended) == 300
+    found = [(proof.stands_for(at_s), sides[at_s]) for at_s in late]
+    assert {stands_for for stands_for, _ in found} == {(1 - 0.3) / 0.3, 0.0, None}
+    assert all(stands_for is None or bool(stands_for) is truth for stands_for, truth in found)
+    assert proof.stands_for(1000.0) == 0.0, "longer than slices are remembered"
+    assert len(proof.state.outlines) == 300
 
 
 def test_its_interval_covers_a_known_impact_about_as_often_as_it_says() -> None:
