@@ -108,7 +108,7 @@ class EngineClient:
         """Raises ConfigError for credentials that cannot be used."""
         self.peer = Peer(session, url, credentials)
         self.connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
-        self._transfer_ready = False
+        self._transfer_ready = self._update_begun = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
         self._identity_client = IdentityClient(self.peer, timeout_s=connect_s)
@@ -328,6 +328,9 @@ class EngineClient:
                 if target.version:
                     await self._load(target, adapter)
                 description = await self._confirm(target, adapter=model)
+                updates = self._update_begun or WEIGHTS_FEATURE in description.features
+                if updates and not target.version:
+                    await self._end_pause()
             self._model = model
             return description
         except (*_BROKEN, EngineLost) as error:
@@ -340,6 +343,7 @@ class EngineClient:
     async def _load(self, target: HeldWeights, adapter: str | None) -> None:
         optional = {"state_hash": target.state_hash or None, "adapter": adapter}
         given = {name: value for name, value in optional.items() if value is not None}
+        self._update_begun = True
         await self._post("/pause", params={"mode": "keep"})
         if not self._transfer_ready:
             await self._post("/init_weight_transfer_engine", {"init_info": {}})
@@ -350,6 +354,13 @@ class EngineClient:
         await self._post("/finish_weight_update", {"weight_version": str(target.version)})
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
+
+    async def _end_pause(self) -> None:
+        """Ends the pause of an update that failed before it wrote anything, perhaps another
+        gateway's. An engine, or its proxy, that refuses the call has begun none from here."""
+        async with self.peer.post("/resume", headers={"Connection": "close"}) as response:
+            if response.status >= 500:
+                raise EngineLost(f"/resume: {response.status} {await _message(response)}")
 
     async def adopt(self) -> tuple[EngineDescription, HeldWeights]:
         """Take the engine as it is, with the weights that it holds; nothing is loaded.
@@ -393,8 +404,14 @@ class EngineClient:
         if updated and not before.identity:
             raise EngineLost(f"the engine has no identity: start it with {_IDENTITY}")
         # A stock engine without an update may have no such call.
-        answers = updated or WEIGHTS_FEATURE in before.description.features
+        features = before.description.features
+        answers = updated or self._update_begun or WEIGHTS_FEATURE in features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
+        if any(worker.in_doubt for worker in held):
+            raise EngineLost(
+                "its weights are in doubt, after an update that failed or a sleep that kept none: "
+                "publish a version, or restart the engine"
+            )
         after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"engine {after.identity} answers, no more {before.identity}")
