@@ -27,6 +27,15 @@ async def test_an_engine_that_a_failed_update_paused_serves_its_first_weights_ag
         assert list(reply["choices"][0]["token_ids"]) == continued(PROMPT, 4, version=0)
 
 
+async def test_a_guest_that_an_earlier_lease_left_paused_serves_its_first_weights() -> None:
+    guest = FakeEngine(step_s=0.001, epoch="1")
+    guest.slot = "s"
+    guest.running.clear()
+    async with gateway_on("http://127.0.0.1:9") as gateway, asyncio.timeout(10):
+        await gateway.add_guest(guest)
+        assert (await gateway.generate("r", 4))[1]["finish_reason"] == "length"
+
+
 async def test_half_written_weights_are_not_served_as_version_0() -> None:
     engine = failing()
     engine.in_doubt = True

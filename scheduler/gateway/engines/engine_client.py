@@ -108,7 +108,10 @@ class EngineClient:
         """Raises ConfigError for credentials that cannot be used."""
         self.peer = Peer(session, url, credentials)
         self.connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
-        self._transfer_ready = self._update_begun = False
+        self._transfer_ready = False
+        self._may_be_paused = False
+        """Whether an update may have been left before its end: one from here that failed, or one of
+        a guest, under an earlier lease. Only then: an engine may be paused because it sleeps."""
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
         self._identity_client = IdentityClient(self.peer, timeout_s=connect_s)
@@ -255,6 +258,7 @@ class EngineClient:
             report, stamped = await self._identity_client.report()
             fault = ""
             if guest_of is not None:
+                self._may_be_paused = True
                 fault = await self._identity_client.guest_fault(guest_of, report, stamped=stamped)
         except _BROKEN as error:
             raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
@@ -328,8 +332,7 @@ class EngineClient:
                 if target.version:
                     await self._load(target, adapter)
                 description = await self._confirm(target, adapter=model)
-                updates = self._update_begun or WEIGHTS_FEATURE in description.features
-                if updates and not target.version:
+                if self._may_be_paused and not target.version:
                     await self._end_pause()
             self._model = model
             return description
@@ -343,7 +346,7 @@ class EngineClient:
     async def _load(self, target: HeldWeights, adapter: str | None) -> None:
         optional = {"state_hash": target.state_hash or None, "adapter": adapter}
         given = {name: value for name, value in optional.items() if value is not None}
-        self._update_begun = True
+        self._may_be_paused = True
         await self._post("/pause", params={"mode": "keep"})
         if not self._transfer_ready:
             await self._post("/init_weight_transfer_engine", {"init_info": {}})
@@ -356,8 +359,8 @@ class EngineClient:
         await self._post("/resume")
 
     async def _end_pause(self) -> None:
-        """Ends the pause of an update that failed before it wrote anything, perhaps another
-        gateway's. An engine, or its proxy, that refuses the call has begun none from here."""
+        """Ends the pause of an update that was left before it wrote anything. Where the engine or
+        its proxy refuses the call, none has begun."""
         async with self.peer.post("/resume", headers={"Connection": "close"}) as response:
             if response.status >= 500:
                 raise EngineLost(f"/resume: {response.status} {await _message(response)}")
@@ -404,8 +407,7 @@ class EngineClient:
         if updated and not before.identity:
             raise EngineLost(f"the engine has no identity: start it with {_IDENTITY}")
         # A stock engine without an update may have no such call.
-        features = before.description.features
-        answers = updated or self._update_begun or WEIGHTS_FEATURE in features
+        answers = updated or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
         if any(worker.in_doubt for worker in held):
             raise EngineLost(
