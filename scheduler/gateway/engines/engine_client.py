@@ -118,7 +118,7 @@ class EngineClient:
         self.health_fault = ""
         """Why the last health check failed; "" if it did not."""
         self.state_hash = ""
-        """Hash of the weights that all workers reported after the last update."""
+        """Hash of the weights that all workers reported after the last update; "" if unknown."""
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -146,7 +146,7 @@ class EngineClient:
         EngineChanged (before the first token of an engine that is not the one that was given the
         version) or another EngineLost.
         """
-        body = generate_body(attempt, request_id, priority, self._model, ended)
+        body = self._body(attempt, request_id, priority, ended)
         async with self._replying(body, epoch) as reply:
             stream = EventStream(most_tokens=attempt.tokens_left)
             cut: asyncio.CancelledError | None = None
@@ -196,7 +196,7 @@ class EngineClient:
     ) -> PromptScores:
         """The prompt's log-probabilities, which vLLM does not stream: by a call that samples one
         token and drops it. Raises as generate."""
-        body = generate_body(attempt, f"{request_id}.prompt", priority, self._model)
+        body = self._body(attempt, f"{request_id}.prompt", priority)
         requested = attempt.sampling_params
         scores = requested.scores_of(len(attempt.token_ids))
         body["stream"] = False
@@ -219,6 +219,13 @@ class EngineClient:
         return PromptScores(
             prompt_logprobs=scored.prompt_logprobs if values else None,
             prompt_token_id_logprobs=scored.prompt_token_id_logprobs,
+        )
+
+    def _body(
+        self, attempt: Attempt, request_id: str, priority: int, ended: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        return generate_body(
+            attempt, request_id, priority, self._model, ended, state_hash=self.state_hash
         )
 
     @asynccontextmanager
@@ -380,6 +387,7 @@ class EngineClient:
             raise EngineLost(
                 f"the engine's replies do not show an update: start it with {_IDENTITY}"
             )
+        self.state_hash = held[0].state_hash
         return description, held[0]
 
     async def _confirm(self, target: HeldWeights, *, adapter: str | None) -> EngineDescription:
