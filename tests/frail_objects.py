@@ -4,6 +4,7 @@ Objects appear when their upload ends. Nothing can be renamed. A plan makes it f
 call, call something in between, list late, or know no conditional put.
 """
 
+import errno
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,7 +86,11 @@ class FrailObjects(AbstractFileSystem):
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_: Any
     ) -> bytes:
-        return self._object(path)[start:end]
+        raw = self._object(path)
+        if not raw and (start, end) != (None, None):
+            # As S3, Google and Azure: 416, and s3fs passes no range unchecked.
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
+        return raw[start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         bucket = self._bucket(path)

@@ -218,6 +218,9 @@ class Receiver:
             step = self.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
             if manifest.section is not None:
+                if self.is_partial:
+                    # No digest shows that a delta of another run was applied to a part.
+                    return bool(known) or not self._has_state_of(version)
                 # A later version needs no look: deltas of another run fail their state hash.
                 written, state_hash = self._last_hash
                 is_other = written == version == target and state_hash != manifest.state_hash
@@ -230,6 +233,14 @@ class Receiver:
         except (Corrupt, Unsupported):
             return True
         return bool(known) if found.section is not None else found.stamp not in {"", known}
+
+    def _has_state_of(self, version: WeightVersion) -> bool:
+        """Whether the store is seen to have the state that was written last under this number."""
+        here = (ref for ref in self._present if ref.version == version)
+        with suppress(*_BROKEN):
+            for ref in sorted(here, key=lambda ref: ref.kind is not Kind.WEIGHT):
+                return self._store.manifest(ref).state_hash == self._last_hash[1]
+        return False
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""

@@ -67,6 +67,8 @@ class FakeEngine:
         self.initialised = False
         self.updating = False
         self.fail_updates = 0
+        self.in_doubt = False
+        """Whether its weights are half-written, as by an update that failed."""
         self.stalled = False
         self.ends_after = 0
         """Tokens after which the next stream ends whole and without a finish reason, once."""
@@ -209,7 +211,7 @@ class FakeEngine:
 
     def held(self) -> dict[str, Any]:
         if self.updated is None or self.version == 0:
-            return {}
+            return {"in_doubt": True} if self.in_doubt else {}
         told = {"state_hash": self.held_hash, "reapplied": 0}
         held = {"store": self.updated["store"], "version": self.updated["version"], **told}
         if adapter := self.updated.get("adapter"):

@@ -124,9 +124,10 @@ class AdaptedWeights:
 
     def report(self) -> dict[str, Any]:
         """The base's report, with each adapter in force under `adapters`."""
+        base = self._base.report()
         if not self.is_loaded:
-            return {}
-        return self._base.report() | {"adapters": {n: _shown(c) for n, c in self._held.items()}}
+            return {"in_doubt": True} if base else {}
+        return base | {"adapters": {n: _shown(c) for n, c in self._held.items()}}
 
     def close(self) -> None:
         self._stager.clear()

@@ -119,6 +119,9 @@ class EngineWeights:
         self._forms: Mapping[Any, PackedForm] = {}
         self._retired: list[object] = []
         self._loaded: tuple[str, Applied] | None = None
+        self._in_doubt = False
+        """Whether a failed update, or a sleep that keeps no weights, may have left others than the
+        engine's first ones."""
         self._mended = 0
         self._clock = MonotonicClock()
 
@@ -149,7 +152,7 @@ class EngineWeights:
             prepared = self._stager.take(request.key, self._preparing(request))
         staged = prepared.staged
         request.check(staged.expected.state_hash)
-        self._loaded = None
+        self._loaded, self._in_doubt = None, True
         target = prepared.base.target or self._new_target(staged.layout)
         if prepared.base.target is None and isinstance(target, RankMap):
             # Only now this rank's part of the checkpoint is known.
@@ -160,7 +163,7 @@ class EngineWeights:
         applied = self._settled(self._receiver(request.store), staged, prepared.trial, target)
         self._mended += prepared.mends
         self._base = _Base(target, applied.version)
-        self._loaded = (request.store, applied)
+        self._loaded, self._in_doubt = (request.store, applied), False
         return applied
 
     def paced_by(self, pace: Pace) -> None:
@@ -172,7 +175,7 @@ class EngineWeights:
         keeps no weights, the loaded one: the next update is a full one."""
         self._stager.clear()
         if level > KEEPING_LEVEL:
-            self._loaded = None
+            self._loaded, self._in_doubt = None, True
 
     def release(self) -> None:
         """Free, in the background, the memory of the last update."""
@@ -180,9 +183,10 @@ class EngineWeights:
         self._stager.later(retired.clear)
 
     def report(self) -> dict[str, Any]:
-        """The loaded version; empty before the first update and while the state is in doubt."""
+        """The loaded version; empty before the first update. `in_doubt` alone: neither a version
+        nor the engine's first weights."""
         if self._loaded is None:
-            return {}
+            return {"in_doubt": True} if self._in_doubt else {}
         store, applied = self._loaded
         in_place = isinstance(self._base.target, LoaderMap)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())

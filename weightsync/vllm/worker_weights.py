@@ -133,7 +133,7 @@ class WorkerWeights:
             raise ConfigError("no version is loaded: call update_weights first")
 
     def report(self) -> dict[str, Any]:
-        """The loaded version; empty before the first update and while the state is in doubt."""
+        """The loaded version; empty before the first update, `in_doubt` while it is unknown."""
         return self._weights.report()
 
     def close(self) -> None:

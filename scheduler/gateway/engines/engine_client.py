@@ -109,13 +109,16 @@ class EngineClient:
         self.peer = Peer(session, url, credentials)
         self.connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
         self._transfer_ready = False
+        self._may_be_paused = False
+        """Whether an update may have been left before its end: one from here that failed, or one of
+        a guest, under an earlier lease. Only then: an engine may be paused because it sleeps."""
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
         self._identity_client = IdentityClient(self.peer, timeout_s=connect_s)
         self.health_fault = ""
         """Why the last health check failed; "" if it did not."""
         self.state_hash = ""
-        """Hash of the weights that all workers reported after the last update."""
+        """Hash of the weights that all workers reported after the last update; "" if unknown."""
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -143,7 +146,7 @@ class EngineClient:
         EngineChanged (before the first token of an engine that is not the one that was given the
         version) or another EngineLost.
         """
-        body = generate_body(attempt, request_id, priority, self._model, ended)
+        body = self._body(attempt, request_id, priority, ended)
         async with self._replying(body, epoch) as reply:
             stream = EventStream(most_tokens=attempt.tokens_left)
             cut: asyncio.CancelledError | None = None
@@ -193,7 +196,7 @@ class EngineClient:
     ) -> PromptScores:
         """The prompt's log-probabilities, which vLLM does not stream: by a call that samples one
         token and drops it. Raises as generate."""
-        body = generate_body(attempt, f"{request_id}.prompt", priority, self._model)
+        body = self._body(attempt, f"{request_id}.prompt", priority)
         requested = attempt.sampling_params
         scores = requested.scores_of(len(attempt.token_ids))
         body["stream"] = False
@@ -216,6 +219,13 @@ class EngineClient:
         return PromptScores(
             prompt_logprobs=scored.prompt_logprobs if values else None,
             prompt_token_id_logprobs=scored.prompt_token_id_logprobs,
+        )
+
+    def _body(
+        self, attempt: Attempt, request_id: str, priority: int, ended: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        return generate_body(
+            attempt, request_id, priority, self._model, ended, state_hash=self.state_hash
         )
 
     @asynccontextmanager
@@ -255,6 +265,7 @@ class EngineClient:
             report, stamped = await self._identity_client.report()
             fault = ""
             if guest_of is not None:
+                self._may_be_paused = True
                 fault = await self._identity_client.guest_fault(guest_of, report, stamped=stamped)
         except _BROKEN as error:
             raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
@@ -328,6 +339,8 @@ class EngineClient:
                 if target.version:
                     await self._load(target, adapter)
                 description = await self._confirm(target, adapter=model)
+                if self._may_be_paused and not target.version:
+                    await self._end_pause()
             self._model = model
             return description
         except (*_BROKEN, EngineLost) as error:
@@ -340,6 +353,7 @@ class EngineClient:
     async def _load(self, target: HeldWeights, adapter: str | None) -> None:
         optional = {"state_hash": target.state_hash or None, "adapter": adapter}
         given = {name: value for name, value in optional.items() if value is not None}
+        self._may_be_paused = True
         await self._post("/pause", params={"mode": "keep"})
         if not self._transfer_ready:
             await self._post("/init_weight_transfer_engine", {"init_info": {}})
@@ -350,6 +364,13 @@ class EngineClient:
         await self._post("/finish_weight_update", {"weight_version": str(target.version)})
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
+
+    async def _end_pause(self) -> None:
+        """Ends the pause of an update that was left before it wrote anything. Where the engine or
+        its proxy refuses the call, none has begun."""
+        async with self.peer.post("/resume", headers={"Connection": "close"}) as response:
+            if response.status >= 500:
+                raise EngineLost(f"/resume: {response.status} {await _message(response)}")
 
     async def adopt(self) -> tuple[EngineDescription, HeldWeights]:
         """Take the engine as it is, with the weights that it holds; nothing is loaded.
@@ -366,6 +387,7 @@ class EngineClient:
             raise EngineLost(
                 f"the engine's replies do not show an update: start it with {_IDENTITY}"
             )
+        self.state_hash = held[0].state_hash
         return description, held[0]
 
     async def _confirm(self, target: HeldWeights, *, adapter: str | None) -> EngineDescription:
@@ -395,6 +417,11 @@ class EngineClient:
         # A stock engine without an update may have no such call.
         answers = updated or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
+        if any(worker.in_doubt for worker in held):
+            raise EngineLost(
+                "its weights are in doubt, after an update that failed or a sleep that kept none: "
+                "publish a version, or restart the engine"
+            )
         after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"engine {after.identity} answers, no more {before.identity}")

@@ -21,11 +21,14 @@ def generate_body(
     priority: int,
     model: str | None = None,
     ended: Sequence[str] = (),
+    *,
+    state_hash: str = "",
 ) -> dict[str, Any]:
     """The body of the attempt for vLLM's generate route; each attempt has its own id.
 
     The salt is part of every prefix's hash: KV of another job, version or adapter is never hit,
-    also where an engine failed to drop it.
+    also where an engine failed to drop it. Nor is KV of an earlier run of the job, which vLLM's
+    tiers on disk keep for engines to come: `state_hash` is of the weights, "" if unknown.
     """
     sampling = attempt.sampling_params
     scored = sampling.logprob_token_ids or ()
@@ -41,7 +44,7 @@ def generate_body(
         | {
             "request_id": f"{request_id}.{attempt.number}",
             "token_ids": attempt.encoded_ids,
-            "cache_salt": _salt(attempt, model),
+            "cache_salt": _salt(attempt, model, state_hash),
             "stream": True,
             "priority": priority,
             "sampling_params": msgspec.to_builtins(_streamed(sampling))
@@ -72,9 +75,9 @@ def _streamed(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-def _salt(attempt: Attempt, model: str | None) -> str:
+def _salt(attempt: Attempt, model: str | None, state_hash: str) -> str:
     """A digest, because vLLM takes neither long names nor every separator."""
-    named = f"{attempt.job}/{attempt.version}/{model or ''}"
+    named = f"{attempt.job}/{attempt.version}/{model or ''}/{state_hash}"
     if attempt.cache_salt:
         named += f"/{attempt.cache_salt}"
     return xxhash.xxh3_128_hexdigest(named.encode())

@@ -64,12 +64,14 @@ class _StockModels(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """Weights that one worker reports; empty before its first update and while in doubt."""
+    """Weights that one worker reports; empty before its first update."""
 
     store: str = ""
     version: int = 0
     state_hash: str = ""
     adapters: dict[str, "HeldWeights"] = {}
+    in_doubt: bool = False
+    """Known neither as a version nor as the weights that it started with."""
 
     def of(self, adapter: str | None) -> "HeldWeights":
         return self if adapter is None else self.adapters.get(adapter, HeldWeights())

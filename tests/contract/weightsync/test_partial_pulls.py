@@ -396,3 +396,28 @@ def test_a_corrupt_part_of_a_relay_s_file_is_pulled_again(published: Path, tmp_p
             assert same(held, part(STATES[0], selection))
             (growing,) = cache.glob("job-a/*.part")
             _flip(growing, growing.stat().st_size - 1000)
+
+
+def test_a_part_of_an_earlier_run_is_no_base_for_the_deltas_of_a_store_begun_anew(
+    tmp_path: Path,
+) -> None:
+    """Norms stay as they were, as in bfloat16 they often do: every digest that is known fits."""
+    share, store = SHARES["tp 0 of 2"], tmp_path / "job"
+    norms = {name: tensor for name, tensor in STATES[0].items() if "norm" in name}
+
+    def begun(seed: int) -> list[State]:
+        shutil.rmtree(store, ignore_errors=True)
+        states = [_moved(STATES[0], seed) | norms]
+        states += [_moved(states[0], seed + step) | norms for step in (1, 2, 3)]
+        with Publisher(store) as publisher:
+            for state in states:
+                publisher.publish(state)
+        return states
+
+    held, states = blank(share), begun(10)
+    with closing(Receiver(store, selection=share)) as receiver:
+        receiver.sync(None, TWO, TensorTarget(held))
+        assert same(held, part(states[1], share))
+        states = begun(20)
+        receiver.sync(TWO, WeightVersion(4), TensorTarget(held))
+        assert same(held, part(states[3], share))

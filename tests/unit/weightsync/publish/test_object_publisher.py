@@ -17,6 +17,7 @@ from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests import frail_objects
 from tests.frail_objects import Bucket, Killed
+from tests.weight_servers import relayed
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter, Base
 from weightsync.publish.object_writer import WritableObjectStore
 from weightsync.publish.settings import ExchangeSettings, VersionSettings, WorkSettings
@@ -434,6 +435,16 @@ def test_the_three_lines_take_a_url(states: tuple[State, ...], same: Same, tmp_p
         assert store_name(location + "/") in {"lines", "plain"}
     assert (tmp_path / "lines" / ".publisher-lock").exists(), "a local URL is a directory"
     fsspec.filesystem("memory").rm("/three", recursive=True)
+
+
+def test_a_relay_serves_a_store_that_has_no_range_of_an_empty_object(
+    bucket: Bucket, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    with publisher() as publishing:
+        publishing.publish(states[0])
+    with relayed("frail://bucket", tmp_path / "cache") as url:
+        held = received(f"{url}/stores/job-a", 1, states[0])
+    assert same(held, states[0])
 
 
 @pytest.mark.parametrize(

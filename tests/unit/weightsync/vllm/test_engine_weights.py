@@ -142,6 +142,23 @@ def test_a_store_of_another_model_is_refused_by_tensor_before_anything_is_touche
     assert weights.is_loaded
 
 
+def test_an_update_that_fails_half_written_is_neither_a_version_nor_the_first_weights(
+    weights: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert weights.report() == {}
+
+    def torn(*_: object) -> None:
+        raise OSError("torn")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.receiver.Receiver.settle", torn)
+        with pytest.raises(OSError, match="torn"):
+            weights.load(wanted(3))
+    assert weights.report() == {"in_doubt": True}, "the loader's random probe is in the model"
+    weights.load(wanted(3))
+    assert weights.report()["version"] == 3
+
+
 def test_after_closing_an_update_begins_anew(
     weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
@@ -280,7 +297,7 @@ def test_weights_that_a_deep_sleep_dropped_are_loaded_whole(tmp_path: Path, adds
         weights.fall_asleep(1)
         assert weights.report()["version"] == 1
         weights.fall_asleep(2)
-        assert weights.report() == {}
+        assert weights.report() == {"in_doubt": True}
         for parameter in model.parameters():
             parameter.data.zero_()
         assert weights.load(wanted(2, "job")).from_full

@@ -15,13 +15,14 @@ def body(
     trajectory: str = "t",
     adapter: str | None = None,
     ended: tuple[str, ...] = (),
+    state_hash: str = "",
 ) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=9)
     request = GenerateRequest(request_id="r", token_ids=(1, 2), sampling_params=sampling)
     turn = TurnLedger(JobId(job)).open(request, trajectory=TrajectoryId(trajectory))
     assert turn is not None
     attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(version), numerics="")
-    return generate_body(attempt, "r", 0, adapter, ended)
+    return generate_body(attempt, "r", 0, adapter, ended, state_hash=state_hash)
 
 
 def test_job_version_and_adapter_each_have_a_salt_of_their_own() -> None:
@@ -33,6 +34,13 @@ def test_job_version_and_adapter_each_have_a_salt_of_their_own() -> None:
         body(adapter="x", version=2),
     )
     assert len({one["cache_salt"] for one in asked}) == len(asked)
+
+
+def test_a_version_of_another_run_has_another_salt() -> None:
+    """vLLM's tiers of KV on disk outlive the engines, and their files are named by these hashes."""
+    runs = [body(state_hash=each)["cache_salt"] for each in ("", "0" * 32, "1" * 32)]
+    assert len({*runs}) == 3
+    assert body(state_hash="1" * 32)["cache_salt"] == runs[-1], "at every engine that holds it"
 
 
 def test_trajectories_of_one_version_share_their_beginnings() -> None:
