@@ -56,7 +56,10 @@ class SliceSum(msgspec.Struct, kw_only=True):
     nx: float = 0.0
     xx: float = 0.0
 
-    def add(self, *, n: float, x: float, kept: float) -> None:
+    def add(self, *, n: float, x: float, weight: float, kept: float) -> None:
+        """`weight`: what the slice counts, the inverse of its chance to be of this kind. Slices of
+        both kinds then see the same production, whatever share is withheld when."""
+        n, x = weight * n, weight * x
         self.slices = kept * self.slices + 1
         self.n = kept * self.n + n
         self.x = kept * self.x + x
@@ -184,8 +187,10 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
                     slice_s=done.length_s,
                 )
         kept = math.exp(-done.length_s / _IMPACT_MEMORY_S)
-        total = self.withheld if done.withheld else self.granted
-        total.add(n=samples.n, x=samples.x, kept=kept)
+        total, chance = (
+            (self.withheld, done.share) if done.withheld else (self.granted, 1.0 - done.share)
+        )
+        total.add(n=samples.n, x=samples.x, weight=1.0 / chance, kept=kept)
         if not done.withheld:
             some_s = samples.kept_s[:: 1 + len(samples.kept_s) // _SLICE_RECENT]
             self.recent_s = [*self.recent_s, *some_s][-_RECENT:]

@@ -181,6 +181,17 @@ def test_its_interval_covers_a_known_impact_about_as_often_as_it_says() -> None:
     assert covered >= 17
 
 
+def test_a_busy_hour_after_the_first_half_hour_is_no_impact() -> None:
+    """A quarter of the quiet slices is withheld, and a twentieth of the busy ones."""
+    proof = make(ProofSettings(limit_ratio=10.0))
+    serve(proof, granted=lognormal(0.1, 0.3), alone=lognormal(0.1, 0.3), minutes=31)
+    serve(proof, granted=lognormal(0.3, 0.3), alone=lognormal(0.3, 0.3), minutes=60, begun_s=2860.0)
+    impact = proof.impact()["ttft"]
+    assert impact is not None
+    assert impact.low <= 0.0 <= impact.high
+    assert abs(impact.ratio) < 0.2
+
+
 def test_tells_no_impact_before_it_has_enough_slices() -> None:
     proof = make(ProofSettings(share_ratio=0.3, minimum_slices=50))
     serve(proof, granted=lognormal(0.1, 0.1), alone=lognormal(0.1, 0.1), minutes=2)
