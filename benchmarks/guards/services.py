@@ -200,6 +200,9 @@ SERVICES: dict[str, Service] = {
     "overload of 40 min, each 6 h": _harmless(
         _FAST, sigma=0.5, overloads=Overloads(every_h=6.0, length_min=40.0, ratio=5.0)
     ),
+    "overload of 28 min, each hour": _harmless(
+        _FAST, overloads=Overloads(every_h=1.0, length_min=28.0, ratio=3.0)
+    ),
     "a queue, busy for 85 %": _harmless(lognormal(0.1, 0.3), queue_busy=0.85),
     "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
     "8 % longer, a request in 5 s": _harmless(lognormal(0.06, 0.3), ratio=1.08, requests_per_s=0.2),
