@@ -275,7 +275,12 @@ class NodeAgent:
         self.interlocks.configure(done.config)
         for slot, policy in zip(kept, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
-            slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
+            slot.reconfigure(
+                found[slot.name],
+                policy,
+                restart_needed=done.restart_needed,
+                now=self.clock.now(),
+            )
         self._reopening = done.reopened
         self.open_more()
         if self.waiting:

@@ -482,8 +482,8 @@ class Scheduler:
             self.answered.expire(now=now)
             self.switches.expire(now=now)
             self.pauses.expire(now=now)
-            self._versions_log.look(now=now)
-            self._capacity_log.look(now=now)
+            self._versions_log.check(now=now)
+            self._capacity_log.check(now=now)
 
     def _count_session(self, job: JobId, trajectory: TrajectoryId) -> None:
         if (job, trajectory) not in self._sessions:
