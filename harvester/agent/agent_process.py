@@ -155,7 +155,7 @@ class AgentProcess:
                     self._found = found
                     self._slots_file.taken()
                 else:
-                    self._slots_file.look_again()  # A reload came meanwhile.
+                    self._slots_file.read_again()  # A reload came meanwhile.
             except ConfigError as error:
                 self._report_slots_file(node, str(error))
             except Exception as error:

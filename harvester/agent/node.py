@@ -141,7 +141,7 @@ class NodeAgent:
         now = self.clock.now()
         switch = read_kill_switch(self._kill_file, self._last_read)
         self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
-        stops = self.stops.look(now=now)
+        stops = self.stops.refresh(now=now)
         self._stop_audit.observe(stops, caller="", now=now)
         self.leases.expire(now=now)
         for slot in self.slots:
@@ -159,7 +159,7 @@ class NodeAgent:
             )
             self._switched = switch
         self._count_ended()
-        self.audit.look(now=now)
+        self.audit.check(now=now)
         self._beat_at_s = now
 
     def _beat_slot(
@@ -252,7 +252,7 @@ class NodeAgent:
         reply = self.stops.order(request, now=now)
         lifts = request.order is StopOrder.NONE
         caller = ", ".join(filter(None, (request.by if lifts else "", who)))
-        self._stop_audit.observe(self.stops.look(now=now), caller=caller, now=now)
+        self._stop_audit.observe(self.stops.refresh(now=now), caller=caller, now=now)
         self.beat()
         return reply
 

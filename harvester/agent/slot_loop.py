@@ -270,7 +270,8 @@ class Slot:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
         settings = self.policy.settings
-        headroom, headroom_age_s = self.exposition.headroom(settings)
+        headroom, now_ns = self.exposition.headroom, monotonic_ns()
+        headroom_ratio, headroom_age_s = headroom.least(settings, now_ns=now_ns)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -289,7 +290,7 @@ class Slot:
             engine=self.guest_description.latest,
             guards=tuple(guard for guard in self.policy.guard_readings() if guard.finite),
             lending=self._lending,
-            headroom_ratio=headroom,
+            headroom_ratio=headroom_ratio,
             headroom_age_s=headroom_age_s,
             budget=self.policy.budget_report(
                 self.config.service or self.config.model or self.name,
@@ -298,15 +299,15 @@ class Slot:
             ),
             mode=settings.mode,
             slot_state=self.policy.state,
-            ttft_s=self.exposition.latency_s("ttft"),
-            itl_s=self.exposition.latency_s("itl"),
+            ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
+            itl_s=headroom.latency_s("itl", now_ns=now_ns),
             guest_tokens_total=self.exposition.guest_tokens_total,
             stop=self._stop,
             forecasts=self.forecasts(),
         )
 
     def close(self, *, now: float, wait: bool = True) -> None:
-        """End the lease and leave a page that is closed and already expired. `wait`: for a look at
+        """End the lease and leave a page that is closed and already expired. `wait`: for a query of
         the MPS daemon, which may take seconds."""
         lease = self._leases.live(self.name)
         if lease is not None:

@@ -15,7 +15,6 @@ from harvester.agent.node import NodeAgent
 from harvester.agent.reload import SLOT_FIELDS, reload
 from harvester.config import (
     AgentConfig,
-    GuestConfig,
     HttpConfig,
     KvcachedConfig,
     MpsConfig,
@@ -28,6 +27,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
 from harvester.contracts.wire.stops import StopOrder
+from harvester.guest_config import GuestConfig
 from harvester.interlock_config import (
     AcceleratorsConfig,
     AlertConfig,
