@@ -82,7 +82,7 @@ class Slot:
         self._stop: Stop | None = None
         self.unready = "no beat yet"
         """Why it could not lend, whatever is ordered: a pulse that is not there, or no record."""
-        self._failed = ""
+        self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
@@ -162,7 +162,7 @@ class Slot:
         self._forecaster.observe(self.policy.busy_s, now=now, wall_s=wall_seconds())
         self._report(sample.guest.record)
         self._record.decided(now=now, sample=sample, effects=effects)
-        unrecorded = (self._record.unrecorded if self._record.missing else "") or self._failed
+        unrecorded = (self._record.unrecorded if self._record.missing else "") or self.failed
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
@@ -180,7 +180,7 @@ class Slot:
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
-        self._failed = ""
+        self.failed = ""
 
     def refresh_metrics(self) -> None:
         self.exposition.refresh(self.policy, self.sensor.seen_ns, self.forecasts())
@@ -188,7 +188,7 @@ class Slot:
 
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
-        self._failed = reason
+        self.failed = reason
         self._write_closed(reason)
 
     def _write_closed(self, reason: str) -> None:
