@@ -307,7 +307,7 @@ class NodeAgent:
 
     def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> None:
         """`detail` says why, where it is not the policy's reason."""
-        for lease, reason in self.leases.news():
+        for lease, reason in self.leases.take_ended():
             slot = self.slots.named(lease.slot)
             slot.exposition.ended(reason.value)
             why = slot.policy.reason if detail is None else detail

@@ -219,9 +219,9 @@ class Slot:
         self._record.check(now=now)
         sample = self.sensor.sample(lease=self._leases.view(self.name), kill_switch=kill_switch)
         pulses = (reading.record for reading in sample.pulses if reading.record is not None)
-        self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
+        self._guest.exclude(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
-            self._guest.know(sample.guest.record.processes)
+            self._guest.record_named(sample.guest.record.processes)
         outcomes = self._guest.outcomes()
         for outcome in outcomes:
             if outcome.fault:
