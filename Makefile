@@ -30,7 +30,7 @@ check: setup ## format, lint, types, arrows between packages, names that must no
 explore: setup ## lease, permit and version protocols over all interleavings: make explore ARGS="lease --states 50000"
 	$(BIN)/python -m tests.explore $(ARGS)
 
-fuzz: setup ## requests made from the OpenAPI documents of agent, gateway, phase control and weight server; ARGS="agent" takes one
+fuzz: setup ## requests made from each service's OpenAPI document: make fuzz ARGS="agent" takes one, ARGS=--quick a few requests of each
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak: setup ## real parts under load, a fault every 30 s, eight hours in pieces that go on: make soak ARGS="--minutes 10"

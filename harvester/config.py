@@ -13,10 +13,10 @@ from pydantic import Field, field_validator, model_validator
 
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
-from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.contracts.wire.stops import StopOrder
+from harvester.guest_config import GuestConfig
 from harvester.interlock_config import InterlocksConfig, StopWord
 from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
@@ -116,66 +116,6 @@ class KvcachedConfig(FrozenSettings):
         if len(set(names)) != len(names):
             raise ValueError("every engine needs a KVCACHED_IPC_NAME of its own")
         return self
-
-
-_ON_LOOPBACK = (
-    "the guest listens on 127.0.0.1 alone, since its development routes let any caller change its "
-    "weights; serve it to others with `rosemux engine-proxy`, at the slot's offered_url"
-)
-_NEEDED = "RoseMux sets it, and a guest without it is not held back; leave it out"
-OWN_FLAGS = {
-    "host": _ON_LOOPBACK,
-    "uds": _ON_LOOPBACK,
-    "port": "set the port of the slot's engine_url",
-    "config": "a file could name any flag; write its flags here",
-    "model": "set guest.model",
-    "max-model-len": "set guest.context_tokens",
-    "max-num-seqs": "set the slot's concurrency",
-    "kv-cache-memory-bytes": "set guest.kv_cache_bytes",
-    "gpu-memory-utilization": "set guest.kv_cache_bytes",
-    "scheduler-cls": _NEEDED,
-    "worker-extension-cls": _NEEDED,
-    "weight-transfer-config": _NEEDED,
-}
-"""Flags of vLLM that a guest's `arguments` may not have, and the remedy."""
-
-
-class GuestConfig(FrozenSettings):
-    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone, at
-    its start, for an interlock on accelerators."""
-
-    model: Path
-    """Directory of the model's configuration and tokenizer; weights come from the store."""
-    weights: Path
-    """Directory of the weight stores."""
-    context_tokens: int = Field(gt=0, le=1 << 30)
-    """Longest turn, prompt and answer together."""
-    kv_cache_bytes: int = Field(gt=0, le=1 << 50)
-    """KV cache on each GPU, or, on a CPU, in whole GiB. Fixed, never profiled from free memory."""
-    gpus: tuple[str, ...] = Field(default=(), max_length=64)
-    """UUIDs of the slot's GPUs; optional if the machine has at most one."""
-    isolation: IsolationBackend | None = None
-    """Defaults to the best backend that needs no consent. `mps` also needs the slot's `mps`."""
-    active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
-    """Under MPS: largest share of a GPU's multiprocessors that the guest may use."""
-    sleeps: bool = False
-    """Move the weights to pinned host memory of the same size while the guest sleeps."""
-    eager: bool = False
-    """Without CUDA graphs: slower steps, less memory."""
-    arguments: tuple[str, ...] = Field(default=(), max_length=256)
-    """More flags of vLLM, placed after RoseMux's own; flags in `OWN_FLAGS` are refused."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _not_our_own(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        for argument in arguments:
-            if argument.startswith("--"):
-                # vLLM takes `_` for `-`, any unambiguous beginning, and fields behind a dot.
-                flag = re.split("[=.]", argument[2:].replace("_", "-"), maxsplit=1)[0]
-                for own, remedy in OWN_FLAGS.items():
-                    if own.startswith(flag):
-                        raise ValueError(f"{argument}: {remedy}")
-        return arguments
 
 
 class OwnersConfig(FrozenSettings):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
@@ -60,8 +60,8 @@ class AgentProcess:
             try:
                 # Before the first renewal may come: a lease of each goes on.
                 await self._look_for_slots(node)
-                while node.waiting:
-                    node.open_more()
+                while node.slots.waiting:
+                    node.slots.open_more()
                 node.beat()
                 http = self._config.http
                 remedy = "choose another with --port"
@@ -155,16 +155,16 @@ class AgentProcess:
                     self._found = found
                     self._slots_file.taken()
                 else:
-                    self._slots_file.look_again()  # A reload came meanwhile.
+                    self._slots_file.read_again()  # A reload came meanwhile.
             except ConfigError as error:
                 self._report_slots_file(node, str(error))
             except Exception as error:
                 _log.exception("cannot apply the slots file: the agent goes on without it")
                 self._report_slots_file(node, f"agent fault: {type(error).__name__}")
-        elif node.waiting or (node.unopened and now >= self._retry_at_s):
+        elif node.slots.waiting or (node.slots.unopened and now >= self._retry_at_s):
             self._retry_at_s = now + _RETRY_S
-            node.open_more()
-        complete = self._slots_file.in_force and not node.unopened
+            node.slots.open_more()
+        complete = self._slots_file.in_force and not node.slots.unopened
         node.metrics.gauge("slots_file_in_force").set(complete)
         if self._found is not None and self._found.discovered:
             node.slots_file_age_s = self._slots_file.age_s(wall_s=wall_seconds())
@@ -192,7 +192,7 @@ class AgentProcess:
         if done.restart_needed:
             _log.error("fields that need a restart of the agent: %s", _joined(done.restart_needed))
 
-    def _probe(self, slots: Sequence[Slot]) -> None:
+    def _probe(self, slots: Collection[Slot]) -> None:
         """Run the probes of these slots, and no others."""
         for slot in self._probes.keys() - {*slots}:
             for task in self._probes.pop(slot):

@@ -23,10 +23,11 @@ from harvester.contracts.page import (
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotState
 from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
+from harvester.policy.headroom import ProductionHeadroom
 from harvester.policy.idle_forecast import HORIZONS_S
 from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, MpsReading, SlotSample
-from harvester.policy.settings import AUTO, Mode, SlotSettings
+from harvester.policy.settings import AUTO, Mode
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
@@ -47,8 +48,6 @@ _ACTIONS = {
     KillGuest: GuestAction.KILL,
 }
 _ACTION_OUTCOMES = ("requested", "done", "failed")
-_HEADROOM_S = 300.0
-"""A pulse holds its last 32 latencies for as long as it is silent: later they say nothing."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
 
 
@@ -59,10 +58,7 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
-        self._totals: dict[str, tuple[int, int]] = {}
-        """Latencies ever appended, of each pulse and SLO."""
-        self._sampled_ns: dict[str, int] = {}
-        """Time of the newest latency of each SLO."""
+        self.headroom = ProductionHeadroom()
         self._guest: Guest | None = None
         self._unseen: set[str] = set()
         self._missing_lines = 0
@@ -107,7 +103,7 @@ class SlotExposition:
         if lease is not self._lease or self._holder is None:
             self._note_lease(lease)
         self._last = sample
-        self._note_latencies()
+        self.headroom.observe(sample.pulses, now_ns=monotonic_ns())
 
     def _note_lease(self, lease: SlotLease | None) -> None:
         self._lease = lease
@@ -142,7 +138,7 @@ class SlotExposition:
         settings, sample = policy.settings, self._last
         guest = None if sample is None else sample.guest.record
         readings = () if sample is None else sample.pulses
-        pulses = self._pulses()
+        pulses = [reading.record for reading in readings if reading.record is not None]
         for decision, beats in self._decisions.items():
             self._count("admission_decisions", beats, *decision)
         self._decisions.clear()
@@ -190,7 +186,7 @@ class SlotExposition:
             known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
             bounds = dict(zip(("low", "mean", "high"), known, strict=True))
             self._set_each("impact_ratio", bounds, slo)
-        for slo, (ratio, age_s) in self._headrooms(settings).items():
+        for slo, (ratio, age_s) in self.headroom.of_slos(settings, now_ns=now_ns).items():
             self._set("slo_headroom_ratio", ratio, slo)
             self._set("headroom_age_seconds", age_s, slo)
         self._set_calibrations(guest or Guest(), pulses)
@@ -209,49 +205,9 @@ class SlotExposition:
             by_name = dict(zip(("10", "50", "90"), quantiles, strict=True))
             self._set_each("idle_forecast_ratio", by_name, f"{horizon_s:g}")
 
-    def headroom(self, settings: SlotSettings) -> tuple[float | None, float | None]:
-        """The smaller of the two SLOs' headrooms and its age in s; None where unknown."""
-        known = [each for each in self._headrooms(settings).values() if not math.isnan(each[0])]
-        return min(known, default=(None, None))
-
-    def latency_s(self, slo: str) -> float | None:
-        """P90 of production's recent latencies of an SLO, ttft or itl; None where unknown."""
-        latency_s, _ = self._latency(slo)
-        return None if math.isnan(latency_s) else latency_s
-
     @property
     def guest_tokens_total(self) -> int:
         return 0 if self._guest is None else self._guest.tokens_total
-
-    def _headrooms(self, settings: SlotSettings) -> dict[str, tuple[float, float]]:
-        """Headroom and its age in s of each SLO; the headroom is NaN beyond `_HEADROOM_S`."""
-        found = {}
-        for slo, limit_s in (("ttft", settings.ttft_slo_s), ("itl", settings.itl_slo_s)):
-            latency_s, age_s = self._latency(slo)
-            found[slo] = (1 - latency_s / limit_s, age_s)
-        return found
-
-    def _latency(self, slo: str) -> tuple[float, float]:
-        """P90 of the recent latencies, NaN beyond `_HEADROOM_S`, and the age of the newest in s."""
-        seen_ns = self._sampled_ns.get(slo)
-        age_s = math.nan if seen_ns is None else (monotonic_ns() - seen_ns) / 1e9
-        recent_s = [x for pulse in self._pulses() for x in getattr(pulse, f"{slo}_s_recent")]
-        return (_p90(recent_s) if age_s <= _HEADROOM_S else math.nan), age_s
-
-    def _note_latencies(self) -> None:
-        """A pulse repeats its last latencies; only their count says that there is a new one."""
-        for reading in () if self._last is None else self._last.pulses:
-            if (pulse := reading.record) is not None:
-                totals = pulse.samples_total, pulse.itl_samples_total
-                if totals != (before := self._totals.get(reading.name, totals)):
-                    for slo, total, seen in zip(("ttft", "itl"), totals, before, strict=True):
-                        if total > seen:
-                            self._sampled_ns[slo] = monotonic_ns()
-                self._totals[reading.name] = totals
-
-    def _pulses(self) -> list[Pulse]:
-        readings = () if self._last is None else self._last.pulses
-        return [reading.record for reading in readings if reading.record is not None]
 
     def ended(self, reason: str) -> None:
         self._count("leases_ended", 1, reason)
@@ -402,10 +358,6 @@ def _known(value: float | None) -> float:
 def _percentiles(found: Calibration) -> dict[str, float]:
     ratios = {"50": found.p50_ratio, "90": found.p90_ratio, "99": found.p99_ratio}
     return ratios if found.steps else dict.fromkeys(ratios, math.nan)
-
-
-def _p90(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.9 * len(values)))] if values else math.nan
 
 
 def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:

@@ -30,8 +30,8 @@ from harvester.platform.parent import adopt_orphans, end_with
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.1
-_LOOKS, _LOOKS_A_KILL = 100, 20
+_POLL_S = 0.1
+_POLLS, _POLLS_A_KILL = 100, 20
 _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 _LEAVING_TTL_NS = 60_000_000_000
@@ -162,20 +162,20 @@ class GuestEngine:
     async def _sweep(self, *, stopping: bool) -> bool:
         """End the processes that the engine's main process left behind; False for those that live
         on after a stop."""
-        look = 0
+        poll = 0
         while left := [process.pid for process in self._processes(reap=True)]:
-            if look >= _LOOKS and (stopping or self._stop_requested.is_set()):
+            if poll >= _POLLS and (stopping or self._stop_requested.is_set()):
                 return False
-            # Under MPS each kill asks the daemon, which may be gone: ask it once in 20 looks only.
-            if look % _LOOKS_A_KILL == 0:
+            # Under MPS each kill asks the daemon, which may be gone: ask it once in 20 polls only.
+            if poll % _POLLS_A_KILL == 0:
                 self._kill()
-            if look == _LOOKS:
+            if poll == _POLLS:
                 _log.error(
                     "processes of the guest live on, and no other one starts beside them: %s",
                     ", ".join(map(str, left)),
                 )
-            await asyncio.sleep(_LOOK_S if look < _LOOKS else 10 * _LOOK_S)
-            look += 1
+            await asyncio.sleep(_POLL_S if poll < _POLLS else 10 * _POLL_S)
+            poll += 1
         if self._segment is not None:
             try:
                 self._segment.remove()

@@ -98,7 +98,7 @@ class GuestProcesses:
         self.memo_fault = ""
         """Why the record of lifted processes cannot be written."""
 
-    def know(self, named: tuple[ProcessId, ...]) -> None:
+    def record_named(self, named: tuple[ProcessId, ...]) -> None:
         """Record the processes that the guest names and that exist here: a process that is missing
         later has ended, and is not merely in another pid namespace."""
         if (known := frozenset(named[:_MOST_NAMED])) != self._named:
@@ -106,7 +106,7 @@ class GuestProcesses:
             here = {one for one in known if one.lives()}
             self._seen = frozenset(here | (self._seen & known))
 
-    def spare(self, production: Iterable[ProcessId]) -> None:
+    def exclude(self, production: Iterable[ProcessId]) -> None:
         """Exclude production's root processes and their ancestors and descendants from every
         action. Processes stay excluded while they live, even if no pulse names them."""
         new = frozenset(production) - self._production

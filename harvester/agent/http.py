@@ -87,7 +87,7 @@ class Routes:
             slots=tuple(slot.offer() for slot in self._node.slots),
             restart_needed=self._node.restart_needed,
             stops=self._node.stops.stops,
-            unopened=self._node.unopened,
+            unopened=self._node.slots.unopened,
             config_refused="; ".join(self._node.refused.values()),
             slots_file_age_s=self._node.slots_file_age_s,
         )

@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 _MAX_SERVERS = 16
 _MAX_CLIENTS = 64
 """More do not share one GPU."""
-_STALE_LOOKS = 4
+_STALE_QUERIES = 4
 _UNSEEN = MpsReading(fault="the MPS daemon has not been queried yet")
 
 
 class MpsWatch:
-    """`start`, then `read` at every beat; `close` may wait for the look under way."""
+    """`start`, then `read` at every beat; `close` may wait for the query under way."""
 
     def __init__(self, control: MpsControl, *, look_s: float) -> None:
         self._control = control
@@ -43,14 +43,14 @@ class MpsWatch:
 
     def read(self) -> MpsReading:
         late_s = self._clock.now() - self._seen_at_s
-        stale_s = _STALE_LOOKS * (self._look_s + self._control.timeout_s)
+        stale_s = _STALE_QUERIES * (self._look_s + self._control.timeout_s)
         if not self._seen.fault and late_s > stale_s:
             return MpsReading(fault=f"the MPS daemon has not answered for {late_s:.0f} s")
         return self._seen
 
-    def look(self) -> None:
+    def query(self) -> None:
         """Ask once, in the caller's thread."""
-        seen = self._looked()
+        seen = self._answer()
         if seen.fault and seen.fault != self._seen.fault:
             _log.warning("mps: %s", seen.fault)
         self._seen, self._seen_at_s = seen, self._clock.now()
@@ -69,10 +69,10 @@ class MpsWatch:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.look()
+            self.query()
             self._stopped.wait(self._look_s)
 
-    def _looked(self) -> MpsReading:
+    def _answer(self) -> MpsReading:
         try:
             servers = self._control.servers()[:_MAX_SERVERS]
             groups = tuple(self._control.clients(one)[:_MAX_CLIENTS] for one in servers)

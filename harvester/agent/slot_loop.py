@@ -23,7 +23,6 @@ from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
-from harvester.contracts.journal import Opened, config_hash
 from harvester.contracts.page import (
     Grant,
     GrantMode,
@@ -38,7 +37,6 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
-from harvester.distribution import rosemux_version
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import (
     Effect,
@@ -77,7 +75,6 @@ class Slot:
     ) -> None:
         self.name = SlotId(slot.name)
         self.config = slot
-        self._restart_needed: tuple[str, ...] = ()
         self._lending = Lending()
         self._lends: bool | None = None
         """Whether anything was lent, as last logged."""
@@ -85,7 +82,7 @@ class Slot:
         self._stop: Stop | None = None
         self.unready = "no beat yet"
         """Why it could not lend, whatever is ordered: a pulse that is not there, or no record."""
-        self._failed = ""
+        self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
@@ -136,6 +133,7 @@ class Slot:
         self._record = SlotRecord(
             slot.name,
             config.file_of(slot, "journal"),
+            self.policy,
             max_bytes=config.journal_max_bytes,
             state=StateFile(
                 config.file_of(slot, "state"),
@@ -143,14 +141,13 @@ class Slot:
                 slot=slot.name,
                 configured=[each.name for each in config.slots],
             ),
-            first_line=self._first_line,
         )
-        self._forecaster = IdleForecaster(self._record.resume(self.policy, now=now))
+        self._forecaster = IdleForecaster(self._record.resume(now=now))
         self.policy.begin(secrets.token_hex(8))
         self.audit = SlotAudit(slot.name, audit, self.policy)
-        self._record.begin()
+        self._record.begin(self.policy.snapshot(), now=now)
         # After a kill before the first beat a journal without a state would be a lost history.
-        self._record.save(self.policy, self._forecaster, now=now)
+        self._record.save(self._forecaster, now=now)
 
     def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
         """`stops`: every order in force on the node."""
@@ -164,12 +161,13 @@ class Slot:
         effects = self.policy.observe(sample, now=now)
         self._forecaster.observe(self.policy.busy_s, now=now, wall_s=wall_seconds())
         self._report(sample.guest.record)
-        unrecorded = self._record.decided(now=now, sample=sample, effects=effects) or self._failed
+        self._record.decided(now=now, sample=sample, effects=effects)
+        unrecorded = (self._record.unrecorded if self._record.missing else "") or self.failed
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
             self._apply(effect, now, sampled_ns)
-        self._record.save(self.policy, self._forecaster, now=now)
+        self._record.save(self._forecaster, now=now)
         if sample.release and not unrecorded:
             self._release.taken()
         state, reason = self.policy.slot_state(), self.policy.reason
@@ -182,7 +180,7 @@ class Slot:
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
-        self._failed = ""
+        self.failed = ""
 
     def refresh_metrics(self) -> None:
         self.exposition.refresh(self.policy, self.sensor.seen_ns, self.forecasts())
@@ -190,7 +188,7 @@ class Slot:
 
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
-        self._failed = reason
+        self.failed = reason
         self._write_closed(reason)
 
     def _write_closed(self, reason: str) -> None:
@@ -215,15 +213,15 @@ class Slot:
     @property
     def fault(self) -> str:
         """Why the journal, the state file or the record of lifted processes cannot be written."""
-        return self._record.fault or self._guest.memo_fault
+        return self._record.unrecorded or self._guest.memo_fault
 
     def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
-        looked = self._record.look(now=now)
+        self._record.check(now=now)
         sample = self.sensor.sample(lease=self._leases.view(self.name), kill_switch=kill_switch)
         pulses = (reading.record for reading in sample.pulses if reading.record is not None)
-        self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
+        self._guest.exclude(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
-            self._guest.know(sample.guest.record.processes)
+            self._guest.record_named(sample.guest.record.processes)
         outcomes = self._guest.outcomes()
         for outcome in outcomes:
             if outcome.fault:
@@ -232,8 +230,7 @@ class Slot:
             elif outcome.action is GuestAction.KILL:
                 _log.warning("slot %s: the guest has ended", self.name)
         # A release serves the guest, so it waits until the journal can be written.
-        due = (looked or self.policy.quarantined) and not self.fault
-        release = self._release.read() if due else ""
+        release = "" if self.fault else self._release.read()
         if not (self._stop or outcomes or self.fault or release):
             return sample
         return msgspec.structs.replace(
@@ -255,11 +252,16 @@ class Slot:
         return policy
 
     def reconfigure(
-        self, slot: SlotConfig, policy: SlotPolicy, *, restart_needed: tuple[str, ...]
+        self,
+        slot: SlotConfig,
+        policy: SlotPolicy,
+        *,
+        restart_needed: tuple[str, ...],
+        now: float,
     ) -> None:
         self.policy, self.config = policy, slot
-        self._restart_needed = restart_needed
-        self._record.reopen()
+        settings = msgspec.to_builtins(policy.settings)
+        self._record.reconfigure(policy, settings, restart_needed=restart_needed, now=now)
 
     def forecasts(self) -> tuple[IdleForecast, ...]:
         return self._forecaster.forecasts(wall_s=wall_seconds())
@@ -268,7 +270,8 @@ class Slot:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
         settings = self.policy.settings
-        headroom, headroom_age_s = self.exposition.headroom(settings)
+        headroom, now_ns = self.exposition.headroom, monotonic_ns()
+        headroom_ratio, headroom_age_s = headroom.least(settings, now_ns=now_ns)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -287,7 +290,7 @@ class Slot:
             engine=self.guest_description.latest,
             guards=tuple(guard for guard in self.policy.guard_readings() if guard.finite),
             lending=self._lending,
-            headroom_ratio=headroom,
+            headroom_ratio=headroom_ratio,
             headroom_age_s=headroom_age_s,
             budget=self.policy.budget_report(
                 self.config.service or self.config.model or self.name,
@@ -296,15 +299,15 @@ class Slot:
             ),
             mode=settings.mode,
             slot_state=self.policy.state,
-            ttft_s=self.exposition.latency_s("ttft"),
-            itl_s=self.exposition.latency_s("itl"),
+            ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
+            itl_s=headroom.latency_s("itl", now_ns=now_ns),
             guest_tokens_total=self.exposition.guest_tokens_total,
             stop=self._stop,
             forecasts=self.forecasts(),
         )
 
     def close(self, *, now: float, wait: bool = True) -> None:
-        """End the lease and leave a page that is closed and already expired. `wait`: for a look at
+        """End the lease and leave a page that is closed and already expired. `wait`: for a query of
         the MPS daemon, which may take seconds."""
         lease = self._leases.live(self.name)
         if lease is not None:
@@ -312,7 +315,7 @@ class Slot:
         # Each step runs even if another fails; the step entered last runs first.
         with ExitStack() as steps:
             steps.callback(self._record.close)
-            steps.callback(self._record.save, self.policy, self._forecaster, now=now, last=True)
+            steps.callback(self._record.save, self._forecaster, now=now, last=True)
             steps.callback(self.sensor.close)
             if self._mps is not None:
                 steps.callback(self._mps.close, wait=wait)
@@ -323,7 +326,7 @@ class Slot:
 
     def saved(self, *, now: float) -> bool:
         """Whether all that the slot must not forget is on disk."""
-        self._record.save(self.policy, self._forecaster, now=now, last=True)
+        self._record.save(self._forecaster, now=now, last=True)
         return not self.fault
 
     def _apply(self, effect: Effect, now: float, sampled_ns: int) -> None:
@@ -354,18 +357,6 @@ class Slot:
         self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
         # At once: the lease stays ended even if the agent is killed before its next beat.
         self.lease_file.follow(self._leases.live(self.name))
-
-    def _first_line(self) -> Opened:
-        config = msgspec.to_builtins(self.policy.settings)
-        return Opened(
-            actor=f"agent:{self.name}",
-            policy=SlotPolicy.NAME,
-            config=config,
-            config_hash=config_hash(config),
-            snapshot=self.policy.snapshot(),
-            restart_needed=self._restart_needed,
-            version=rosemux_version(),
-        )
 
 
 def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SegmentPair | None:

@@ -33,7 +33,7 @@ class SlotsWatch:
         self._seen, self._retry_at_s = state, now + _RETRY_S
         return True
 
-    def look_again(self) -> None:
+    def read_again(self) -> None:
         """Makes the file due, whatever was read last."""
         self._seen = _UNSEEN
 

@@ -114,7 +114,7 @@ class StopRegistry:
             if order is not StopOrder.NONE
         }
 
-    def look(self, *, now: float) -> tuple[Stop, ...]:
+    def refresh(self, *, now: float) -> tuple[Stop, ...]:
         """Every stop in force, once per beat."""
         self._file = read_stop_file(self._file_path, self._last_read)
         # A table that another program removed is written again.

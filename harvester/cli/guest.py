@@ -24,12 +24,13 @@ from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import GuestConfig, SlotConfig
+from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory, PageOwners
+from harvester.guest_config import GuestConfig
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
 from harvester.platform.mps import PIPE_VARIABLE

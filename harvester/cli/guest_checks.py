@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
-from harvester.config import GuestConfig
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
 from harvester.contracts.page import PageDirectory
+from harvester.guest_config import GuestConfig
 
 _IMPORT_S = 300.0
 _CONFIG_BYTES = 1 << 20

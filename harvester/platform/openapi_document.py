@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from harvester.distribution import rosemux_version
-from harvester.platform.route_table import JSON, Admission, Callers, ErrorReply, Route
+from harvester.platform.route_table import EVENTS, JSON, Admission, Callers, ErrorReply, Route
 
 PATH = "/openapi.json"
 FAILURES: Mapping[int, str] = {
@@ -31,6 +31,7 @@ FAILURES: Mapping[int, str] = {
     429: "more waits than may be held",
     502: "malformed reply of an engine",
     503: "not now",
+    504: "an engine that does not answer",
 }
 """Every status beside 200 that a route of a service answers."""
 _ANY_ROUTE = (415,)
@@ -119,7 +120,10 @@ def document(
 def _response(
     schema: Any, kinds: tuple[str, ...], words: str = "see docs/protocol.md"
 ) -> dict[str, Any]:
-    content = {kind: {"schema": schema if kind == JSON else {"type": "string"}} for kind in kinds}
+    # A stream of events is no string to a reader of the document, and OpenAPI 3.1 has no schema for
+    # one event.
+    described = {JSON: {"schema": schema}, EVENTS: {}}
+    content = {kind: described.get(kind, {"schema": {"type": "string"}}) for kind in kinds}
     return {"description": words, "content": content}
 
 

@@ -22,7 +22,7 @@ from aiohttp import web
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 
 H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
-JSON, TEXT = "application/json", "text/plain"
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 _PATTERN = re.compile(":[^}]+}")
 _RESPONSES = (web.Response, web.StreamResponse)
 _DECLARED = "declared_routes"

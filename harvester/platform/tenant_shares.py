@@ -23,7 +23,8 @@ class TenantShares:
 
     def __init__(self, most: int, *, name: str) -> None:
         """`name`: the bound's name in refusals."""
-        self._most = most
+        self.most = most
+        """May be replaced: what is held stays."""
         self._name = name
         self._held: Counter[str] = Counter()
 
@@ -36,10 +37,10 @@ class TenantShares:
         """Counts an amount while the context is open. Raises Pressure beyond the bound; a tenant's
         request alone is always taken."""
         own = self._held[tenant]
-        share = self._most // len(self._held.keys() | {tenant})
-        if own and own + amount > share and self.held + amount > self._most:
+        share = self.most // len(self._held.keys() | {tenant})
+        if own and own + amount > share and self.held + amount > self.most:
             raise Pressure(
-                f"{self._name} is {self._most}: {self.held} are held, {own} of them by {tenant}, "
+                f"{self._name} is {self.most}: {self.held} are held, {own} of them by {tenant}, "
                 f"which asks for {amount} more; its share is {share}"
             )
         with self.keeping(tenant, amount):

@@ -83,7 +83,7 @@ class LeaseTable:
         self._slots: dict[SlotId, SlotEntry] = {}
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
-        self._news: list[tuple[SlotLease, EndReason]] = []
+        self._newly_ended: list[tuple[SlotLease, EndReason]] = []
         self._left: OrderedDict[SlotId, tuple[Epoch, int]] = OrderedDict()
         """Last epoch and allotment number of removed slots."""
 
@@ -101,12 +101,14 @@ class LeaseTable:
         else:
             # The page may be younger than the record, or lost with the machine's memory.
             entry.epoch = Epoch(max(entry.epoch, recorded.epoch + 1))
-            self._news.append((recorded, EndReason.EXPIRED))
+            self._newly_ended.append((recorded, EndReason.EXPIRED))
 
     def remove_slot(self, slot: SlotId) -> None:
         """Forget a slot, if present, whose lease has ended, except its numbers: a slot that comes
         back continues them, even if its pages are lost."""
-        self._news = [(lease, reason) for lease, reason in self._news if lease.slot != slot]
+        self._newly_ended = [
+            (lease, reason) for lease, reason in self._newly_ended if lease.slot != slot
+        ]
         if (entry := self._slots.pop(slot, None)) is not None:
             self._left[slot] = entry.epoch, entry.number
             _forget(self._left)
@@ -220,10 +222,10 @@ class LeaseTable:
             if entry.lease is not None and entry.lease.ends_s <= now:
                 self._free(entry, entry.lease, entry.lease.ending or EndReason.EXPIRED)
 
-    def news(self) -> tuple[tuple[SlotLease, EndReason], ...]:
+    def take_ended(self) -> tuple[tuple[SlotLease, EndReason], ...]:
         """Leases that ended since the last call, with the reason, for counters and the audit."""
-        news, self._news = tuple(self._news), []
-        return news
+        ended, self._newly_ended = tuple(self._newly_ended), []
+        return ended
 
     def view(self, slot: SlotId) -> LeaseView:
         entry = self._slots[slot]
@@ -268,7 +270,7 @@ class LeaseTable:
         self._raise_epoch(entry)
         self._ended[lease.lease] = ended
         _forget(self._ended)
-        self._news = [*self._news[-MAX_REMEMBERED:], (lease, reason)]
+        self._newly_ended = [*self._newly_ended[-MAX_REMEMBERED:], (lease, reason)]
         return ended
 
     def _raise_epoch(self, entry: SlotEntry) -> None:

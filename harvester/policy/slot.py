@@ -8,7 +8,7 @@ single steps (the guest's gate does) and touches no page, socket, clock or log.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -95,7 +95,7 @@ _DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__st
 
 
 class SlotPolicy:
-    NAME = "harvester.policy.slot"
+    NAME: ClassVar[str] = "harvester.policy.slot"
     SAMPLE = SlotSample
 
     def __init__(self, settings: SlotSettings) -> None:

@@ -7,8 +7,9 @@ closed at once, so that vLLM aborts the request; when the engine breaks a reply,
 import errno
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,20 +22,25 @@ from harvester.platform.http_kit import (
     SMALL_BODY_BYTES,
     error_reply,
     errors_as_replies,
+    json_reply,
     listen,
     serving,
     stop_event,
     whole_body,
 )
 from harvester.platform.logs import begin_log
+from harvester.platform.openapi_document import DOCUMENT, serve_routes
+from harvester.platform.route_table import Callers, Route
 from harvester.platform.systemd import reporting
 from harvester.platform.tls import ServerTls
 from harvester.proxy.routes import (
     REPLY_HEADERS,
     REQUEST_HEADERS,
+    ROUTES,
     WORKER_CALLS,
     CallerRole,
     Refused,
+    WorkerCall,
     route_for,
     worker_call,
 )
@@ -108,8 +114,32 @@ class EngineProxy:
             client_max_size=self._settings.max_body_bytes,
             middlewares=[errors_as_replies({web.HTTPException: None})],
         )
+        health = Route("GET /healthz", "200 while the proxy serves", callers=Callers.ANYONE)
+        routes = [replace(health, handler=self._healthz), *self._engine_routes()]
+        serve_routes(app, "engine proxy", routes, readers=Callers.ANYONE, retried=(503,))
+        for method, path in ROUTES:
+            described = app[DOCUMENT]["paths"][path][method.lower()]
+            described["responses"]["default"] = {"description": "the engine's own reply"}
+        # Unknown callers learn of no route.
         app.router.add_route("*", "/{path:.*}", self._serve)
         return app
+
+    def _engine_routes(self) -> Iterator[Route]:
+        for (method, path), route in ROUTES.items():
+            posts = method == hdrs.METH_POST
+            yield Route(
+                f"{method} {path}",
+                f"The engine's, for the role {route.role}",
+                takes=(WorkerCall if path == WORKER_CALLS else Any) if posts else None,
+                kinds=(),
+                query=tuple(sorted(route.parameters)),
+                headers=REQUEST_HEADERS[1:],
+                refuses=(400, 404, 413, 415, 502, 503, 504),
+                handler=self._serve,
+            )
+
+    async def _healthz(self) -> web.Response:
+        return json_reply({"status": "ok"})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         role = self._settings.role_of(request.headers.get(hdrs.AUTHORIZATION, ""))

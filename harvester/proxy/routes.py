@@ -93,12 +93,12 @@ def route_for(
     return route
 
 
-class _WorkerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class WorkerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     method: WorkerMethod
     kwargs: dict[str, Any] = {}
 
 
-_READING: Final = _WorkerCall(WorkerMethod.WEIGHTS)
+_READING: Final = WorkerCall(WorkerMethod.WEIGHTS)
 
 
 def worker_call(body: bytes, *, role: CallerRole) -> bytes | Refused:
@@ -108,7 +108,7 @@ def worker_call(body: bytes, *, role: CallerRole) -> bytes | Refused:
     and field.
     """
     try:
-        call = msgspec.json.decode(body, type=_WorkerCall)
+        call = msgspec.json.decode(body, type=WorkerCall)
     except UNDECODABLE as error:
         raise PeerProtocolError(f"{WORKER_CALLS}: {error}") from error
     if role is not CallerRole.CONTROL and call != _READING:

@@ -414,7 +414,8 @@ class EngineFleet:
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
-            self._on_served(member, self._clock.now() - began_s)
+            member.switch_s = self._clock.now() - began_s
+            self._on_served(member, member.switch_s)
         self._offer(member)
 
     def _offer(self, member: Member) -> None:

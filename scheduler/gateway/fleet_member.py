@@ -52,6 +52,8 @@ class Member:
     streak: FaultStreak = field(default_factory=FaultStreak)
     probing: "asyncio.Task[Change] | None" = None
     quiesced_at_s: float | None = None
+    switch_s: float | None = None
+    """Duration of its last version switch, from its last new turn to the next one."""
     updating: "asyncio.Task[None] | None" = None
     held: bool = False
     """The engine gets no new turn, because of an order to stop."""

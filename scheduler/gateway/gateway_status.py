@@ -84,6 +84,7 @@ def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
         up=member.up,
         state=policy.state(engine.engine),
         version=policy.version(engine.engine),
+        switch_s=member.switch_s,
         concurrency=engine.concurrency,
         open_turns=len(member.running),
         s_per_token_alone=scheduler.dispatcher.policy.s_per_token_alone(engine.engine),

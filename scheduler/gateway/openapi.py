@@ -6,14 +6,14 @@ A dialect's own body is an object there; its page is the dialect's.
 from typing import Any, Final
 
 from harvester.contracts.wire.leases import JOB_HEADER
-from harvester.platform.route_table import JSON, Callers, Route
+from harvester.platform.route_table import EVENTS, JSON, Callers, Route
 from scheduler.gateway.dialects.session_names import TURN_HEADERS
 from scheduler.gateway.job_paths import JOB_BASE
 
 RETRIED = (409, 429, 503)
 """Statuses of replies that say when to try again."""
 TURN: Final[dict[str, Any]] = {
-    "kinds": (JSON, "text/event-stream"),
+    "kinds": (JSON, EVENTS),
     "headers": TURN_HEADERS,
     "body_bytes": None,
 }

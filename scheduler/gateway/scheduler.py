@@ -33,14 +33,13 @@ from scheduler.gateway.job_pauses import PauseControl, PauseMode
 from scheduler.gateway.job_switches import JobSwitches, Switch
 from scheduler.gateway.job_versions import JobVersions
 from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
-from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
+from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     ForgetPrefix,
     Refusal,
     RefuseTurn,
-    RoutingConfig,
     TrajectoryEnded,
 )
 from scheduler.gateway.policy.turn import Turn, turn_key
@@ -89,8 +88,7 @@ class Scheduler:
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
-        moved = {"moved_after_s": settings.timeouts.guest_stall_s}
-        routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
+        routing = RoutingPolicy(settings.routing_config)
         self._policy_fault: asyncio.Future[None] | None = None
         self.capacity_wake = asyncio.Event()
         """Set where something changed that leases depend on."""
@@ -142,7 +140,7 @@ class Scheduler:
             on_loop_late=self.metrics.loop_lag_s.observe,
         )
         self.pauses = PauseControl(self.fleet, self.dispatcher, clock)
-        self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
+        self.answered = AnsweredTurns(settings.answer_bounds)
         self._open_turns = {
             job: OpenTurns(
                 ledger,
@@ -200,6 +198,8 @@ class Scheduler:
         merged, waiting = self.settings.with_new(given)
         new = [agent for agent in merged.agents if agent not in self.settings.agents]
         self.settings = merged
+        self.dispatcher.policy.reconfigure(merged.routing_config)
+        self.answered.reconfigure(merged.answer_bounds)
         for agent in new:
             self.harvest.add_agent(agent.id, self._agent(agent), agent.guests)
         return [agent.id for agent in new], waiting
@@ -482,8 +482,8 @@ class Scheduler:
             self.answered.expire(now=now)
             self.switches.expire(now=now)
             self.pauses.expire(now=now)
-            self._versions_log.look(now=now)
-            self._capacity_log.look(now=now)
+            self._versions_log.check(now=now)
+            self._capacity_log.check(now=now)
 
     def _count_session(self, job: JobId, trajectory: TrajectoryId) -> None:
         if (job, trajectory) not in self._sessions:

@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from harvester.platform.file_lock import FileLock
     from harvester.platform.tenants import Tenants
+    from scheduler.gateway.gateway import Gateway
     from scheduler.gateway.scheduler import Scheduler
     from scheduler.gateway.settings import GatewaySettings
 
@@ -124,7 +125,7 @@ async def serve(
                 )
                 if reload is not None and not os.isatty(0):
                     loop = asyncio.get_running_loop()
-                    loop.add_signal_handler(signal.SIGHUP, _reconfigure, scheduler, reload)
+                    loop.add_signal_handler(signal.SIGHUP, reconfigure, front, scheduler, reload)
                 front.open()
                 try:
                     async with reporting():
@@ -139,7 +140,9 @@ async def serve(
                 alone.close()
 
 
-def _reconfigure(scheduler: "Scheduler", reload: "Callable[[], GatewaySettings]") -> None:
+def reconfigure(
+    front: "Gateway", scheduler: "Scheduler", reload: "Callable[[], GatewaySettings]"
+) -> None:
     """A mistake keeps all settings as they are."""
     from harvester.contracts.errors import ConfigError
 
@@ -150,6 +153,7 @@ def _reconfigure(scheduler: "Scheduler", reload: "Callable[[], GatewaySettings]"
         _log.error("settings not reloaded, the previous ones stay in force: %s", error)
         return
     agents, waiting = scheduler.reconfigure(given)
+    front.open_bodies.most = scheduler.settings.max_open_bytes
     _log.info("settings reloaded, new agents: %s", ", ".join(agents) or "none")
     if waiting:
         _log.error("fields that need a restart of the gateway: %s", ", ".join(waiting))

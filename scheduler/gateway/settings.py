@@ -14,6 +14,7 @@ from harvester.contracts.wire.rollouts import OnInterrupt
 from harvester.platform.tenants import OBSERVER, OPERATOR
 from harvester.platform.tls import NO_CREDENTIALS, Credentials, ServerTls, open_to_network
 from harvester.platform.yaml_file import FrozenSettings, parse_fields, read_text, validated
+from scheduler.gateway.policy.answered_turns import AnswerBounds
 from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
@@ -33,6 +34,8 @@ Url = Annotated[
     str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$"), AfterValidator(_with_a_port)
 ]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+_FOLLOWED = ("answers", "max_open_bytes", "routing")
+"""Fields that a running gateway takes over as they are: tenants' shares, queue and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,21 +263,31 @@ class GatewaySettings(FrozenSettings):
                 raise ValueError(f"slot {slot}: with several agents it is AGENT.{slot}")
         return self
 
+    @property
+    def routing_config(self) -> RoutingConfig:
+        moved = {"moved_after_s": self.timeouts.guest_stall_s}
+        return msgspec.convert(moved | self.routing, RoutingConfig)
+
+    @property
+    def answer_bounds(self) -> AnswerBounds:
+        return AnswerBounds(**self.answers.model_dump())
+
     def slot_prefix(self, agent: str) -> str:
         """Before the names of its slots: nodes that are installed alike name them alike."""
         return f"{agent}." if len(self.agents) > 1 else ""
 
     def with_new(self, given: "GatewaySettings") -> "tuple[GatewaySettings, tuple[str, ...]]":
-        """These settings with what a running gateway takes over of changed ones, which are more
-        agents beside several; and the changed fields that need a restart."""
-        fields = type(self).model_fields.keys() - {"agents"}
+        """These settings with what a running gateway takes over of changed ones, which are bounds
+        and more agents beside several; and the changed fields that need a restart."""
+        followed = {name: getattr(given, name) for name in _FOLLOWED}
+        fields = type(self).model_fields.keys() - followed.keys() - {"agents"}
         waiting = {name for name in fields if getattr(self, name) != getattr(given, name)}
         new = tuple(agent for agent in given.agents if agent not in self.agents)
         lost = any(agent not in given.agents for agent in self.agents)
         # An agent alone has its slots' names as they are, one of several has its own before them.
         if lost or (new and len(self.agents) < 2):
-            return self, tuple(sorted(waiting | {"agents"}))
-        merged = self.model_copy(update={"agents": self.agents + new})
+            waiting, new = waiting | {"agents"}, ()
+        merged = self.model_copy(update={**followed, "agents": self.agents + new})
         return merged, tuple(sorted(waiting))
 
     def check_files(self) -> None:

@@ -174,7 +174,7 @@ class Keeper:
         return answer, self._news()
 
     def _news(self) -> tuple[tuple[SlotLease, EndReason], ...]:
-        return self.table.news()
+        return self.table.take_ended()
 
 
 class Warden:

@@ -113,7 +113,7 @@ class _Unmeasured:
     def decided(self, *_: object, **__: object) -> None:
         pass
 
-    look = decided
+    check = decided
 
 
 class _Service(PhaseService):

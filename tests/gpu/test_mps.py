@@ -55,7 +55,7 @@ def the_server(lab: MpsLab) -> int:
 
 def watched(lab: MpsLab) -> MpsWatch:
     watch = MpsWatch(lab.control, look_s=1.0)
-    watch.look()
+    watch.query()
     return watch
 
 

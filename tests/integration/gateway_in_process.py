@@ -147,11 +147,13 @@ async def gateway_on(
     tokens: Path | None = None,
     tls: ServerTls | None = None,
     state: Path | None = None,
+    watch: Callable[[web.Application], None] = lambda _: None,
     **settings: Any,
 ) -> AsyncIterator[GatewayInProcess]:
     """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`.
 
     `tokens`: the tenants' file; without it every client is trusted. `state`: the state file.
+    `watch` is called with the application before it is served.
     """
     sites, urls = [], []
     for engine in engines:
@@ -167,6 +169,7 @@ async def gateway_on(
         scheduler = Scheduler(parsed, clock, SchedulerState(state), session)
         await scheduler.start()
         site, service = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
+        watch(service.app)
         await site.serve(service.app)
         gateway = GatewayInProcess(scheduler, service, site, sites)
         try:

@@ -15,6 +15,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
 from harvester.platform.tls import ServerTls
 from harvester.proxy.engine_proxy import EngineProxy, ProxySettings
+from harvester.proxy.routes import ROUTES
 from tests.certificates import token_file
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
@@ -87,6 +88,52 @@ async def test_a_data_token_reaches_no_control_route_and_no_token_reaches_none(
         assert await status("/pause", bearer(CONTROL)) == 200
         async with session.get(url + "/health", headers=bearer(DATA)) as reply:
             assert reply.status == 200
+
+
+async def test_a_probe_without_a_token_learns_that_the_proxy_serves_and_nothing_of_the_engine(
+    tokens: dict[str, Callable[[str], bool]],
+) -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with (
+        proxied(engine.app(), **tokens) as (url, site),
+        aiohttp.ClientSession() as session,
+    ):
+        await site.close()
+        async with session.get(url + "/healthz") as reply:
+            assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+        for path in ("/health", "/rosemux/engine", "/", "/healthz/"):
+            async with session.get(url + path) as reply:
+                assert (path, reply.status) == (path, 401)
+        async with session.post(url + "/healthz") as reply:
+            assert reply.status == 401
+
+
+async def test_the_document_has_the_routes_of_the_table_and_needs_no_token(
+    tokens: dict[str, Callable[[str], bool]],
+) -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with (
+        proxied(engine.app(), **tokens) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.get(url + "/openapi.json") as reply,
+    ):
+        document = await reply.json()
+    described = {
+        (method.upper(), path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    own = {("GET", "/healthz"), ("GET", "/openapi.json")}
+    assert set(described) == {*ROUTES, *own}
+    for key, operation in described.items():
+        statuses, parameters = operation["responses"], operation["parameters"]
+        assert ("default" in statuses) == (key not in own)
+        assert ("401" in statuses) == (key not in own)
+        if key not in own:
+            queried = {each["name"] for each in parameters if each["in"] == "query"}
+            assert queried == ROUTES[key].parameters
+    body = described["POST", "/collective_rpc"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/WorkerCall"}
 
 
 async def test_an_engine_that_begins_to_refuse_the_gateway_costs_no_turn(tmp_path: Path) -> None:

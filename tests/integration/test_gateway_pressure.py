@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 
 from harvester.platform import http_kit
+from scheduler.gateway.serve_command import reconfigure
+from scheduler.gateway.settings import AnswerSettings
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import GatewayInProcess, Site, gateway_on
@@ -241,3 +243,29 @@ async def until(holds: Any) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110 - of objects without an event
             await asyncio.sleep(0.005)
+
+
+async def test_a_reload_is_in_force_for_the_next_request_and_keeps_what_waits() -> None:
+    engine = FakeEngine(step_s=0.01, epoch=None)
+    async with gateway_on(engine, routing={"queue_turns": 1}) as gateway:
+        before = gateway.scheduler.settings
+
+        def reload(**changes: Any) -> None:
+            reconfigure(
+                gateway.service, gateway.scheduler, lambda: before.model_copy(update=changes)
+            )
+
+        await gateway.post("/pause?mode=keep", {})
+        waiting = [asyncio.create_task(gateway.generate("first", 2))]
+        await gateway.until(lambda: gateway.scheduler.dispatcher.policy.queued_turns == 1)
+        assert (await gateway.generate("second", 2))[0] == 429
+        reload(routing={"queue_turns": 2})
+        waiting.append(asyncio.create_task(gateway.generate("second", 2)))
+        await gateway.until(lambda: gateway.scheduler.dispatcher.policy.queued_turns == 2)
+        reload(routing={"queue_turns": 2}, max_open_bytes=1 << 10)
+        status, reply = await gateway.generate("third", 2, prompt=[1] * 1000)
+        assert (status, "max_open_bytes is 1024" in str(reply)) == (429, True)
+        reload(answers=AnswerSettings(keep_s=0))
+        await gateway.post("/resume", {})
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+        assert gateway.scheduler.answered.size_bytes == 0

@@ -53,6 +53,17 @@ async def test_the_command_shows_engines_jobs_and_turns_of_a_gateway(
     assert "Error(" not in shown, "the words of an error, not its Python"
 
 
+async def test_an_engine_s_last_switch_is_timed() -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with gateway_on(engine) as gateway:
+        await gateway.until(lambda: gateway.scheduler.fleet.policy.settled)
+        assert (await gateway.status())["engines"]["e0"]["switch_s"] is None
+        before_s = gateway.scheduler._clock.now()
+        assert (await gateway.publish(1))[0] == 200
+        took_s = (await gateway.status())["engines"]["e0"]["switch_s"]
+        assert 0.0 < took_s <= gateway.scheduler._clock.now() - before_s
+
+
 async def test_a_job_without_an_engine_is_not_called_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

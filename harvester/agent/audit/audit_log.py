@@ -53,7 +53,7 @@ class AuditLog:
             self._missing += 1
             self.missing_total += 1
 
-    def look(self, *, now: float) -> None:
+    def check(self, *, now: float) -> None:
         """Once a beat: each second another try where one is due, and whether the file is there."""
         if now >= self._retry_at_s:
             self._retry_at_s = now + _RETRY_S

@@ -48,7 +48,7 @@ class KeptPage(Generic[R]):
     def keep(self) -> None:
         """Now and then: make the page again if it was lost."""
         page = self._page
-        if page is not None and page.look():
+        if page is not None and page.check():
             self._log_contest(page)
             return
         if page is not None:

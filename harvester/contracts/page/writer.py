@@ -82,7 +82,7 @@ class PageWriter(Generic[R]):
         if self._bell.address:
             ring(self._bell.address)
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Whether this is still the page: neither page nor lock was deleted, recreated or cut
         short. Also learns whether another process wants the page; an occasional call is enough."""
         if not self._lock.in_place():

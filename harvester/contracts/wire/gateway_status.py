@@ -17,6 +17,7 @@ class GatewayEngine(msgspec.Struct, frozen=True, kw_only=True):
     up: bool = False
     state: str | None = None
     version: WeightVersion | None = None
+    switch_s: float | None = None
     concurrency: int = 0
     open_turns: int = 0
     s_per_token_alone: float | None = None

@@ -59,6 +59,10 @@ class AnsweredTurns:
         self._requests: dict[str, tuple[TenantId, str]] = {}
         """Request of each turn, by the turn's key."""
 
+    def reconfigure(self, bounds: AnswerBounds) -> None:
+        """Answers beyond these bounds go with the next one that is kept."""
+        self._bounds = bounds
+
     @property
     def size_bytes(self) -> int:
         """Approximate memory of the kept answers, in bytes."""

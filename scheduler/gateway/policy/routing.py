@@ -78,6 +78,10 @@ class RoutingPolicy:
         self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
 
+    def reconfigure(self, config: RoutingConfig) -> None:
+        """Queued and placed turns stay."""
+        self._config = config
+
     @property
     def queued_turns(self) -> int:
         return len(self._queue)

@@ -211,7 +211,7 @@ class PhaseService:
             with suppress(Exhausted):
                 self._observe(ControlResumed())
         self._ticked_s = now
-        if (snapshot := self._log.look(now=now)) is not None:
+        if (snapshot := self._log.check(now=now)) is not None:
             self._begin_anew(snapshot)
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():
             # Records that a full disk refuses are tried again at every tick, and reported by none.

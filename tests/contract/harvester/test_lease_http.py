@@ -249,11 +249,11 @@ async def test_health_is_about_the_loop_and_readiness_about_signals(
 async def test_a_slot_that_is_not_open_is_seen_by_status_lease_holders_and_probes(
     node: NodeAgent, client: Any
 ) -> None:
-    root, slots = node._config.page_root, node._config.slots
+    root, slots = node.slots.config.page_root, node.slots.config.slots
     (root / "slot9").write_text("a file in place of its pages")
     more = (*slots, slots[0].model_copy(update={"name": "slot9", "pages": None}))
-    node.reconfigure(node._config.model_copy(update={"slots": more}))
-    why = node.unopened["slot9"]
+    node.reconfigure(node.slots.config.model_copy(update={"slots": more}))
+    why = node.slots.unopened["slot9"]
     assert why
     reply = await client.get("/v1/slots")
     assert (await reply.json())["unopened"] == {"slot9": why}
@@ -269,7 +269,7 @@ async def test_a_slot_that_is_not_open_is_seen_by_status_lease_holders_and_probe
     # It needs no token, and so names no path.
     assert str(root) not in text
     (root / "slot9").unlink()
-    node.open_more()
+    node.slots.open_more()
     reply = await client.get("/v1/slots")
     assert (await reply.json())["unopened"] == {}
 
@@ -278,7 +278,7 @@ async def test_a_refused_reload_is_named_until_one_succeeds(node: NodeAgent, cli
     node.refuse_configuration("agent.yaml: moed is no field")
     reply = await client.get("/v1/slots")
     assert (await reply.json())["config_refused"] == "agent.yaml: moed is no field"
-    node.reconfigure(node._config)
+    node.reconfigure(node.slots.config)
     reply = await client.get("/v1/slots")
     assert (await reply.json())["config_refused"] == ""
 

@@ -108,11 +108,11 @@ def test_a_log_goes_on_while_nothing_is_decided(tmp_path: Path, disk: type[Small
     decisions = Decisions(tmp_path)
     disk.room_bytes = 0
     decisions.make(2)
-    decisions.log.look(now=3.0)
+    decisions.log.check(now=3.0)
     assert decisions.log.fault
     disk.room_bytes = 1 << 20
     for _ in range(2):
-        decisions.log.look(now=4.0)
+        decisions.log.check(now=4.0)
     assert decisions.log.fault == ""
     decisions.make()
     assert decisions.counted == [0, 2]
@@ -140,6 +140,28 @@ def test_a_rotation_onto_a_full_disk_misses_no_decision(
         assert replay_journal(file).difference is None
 
 
+def test_no_decision_of_a_new_configuration_follows_a_first_line_of_the_old_one(
+    tmp_path: Path, disk: type[SmallDisk]
+) -> None:
+    decisions = Decisions(tmp_path)
+    decisions.make()
+    disk.room_bytes = 0
+    config = {"min_dedicated": 3}
+    decisions.policy = VersionPolicy.from_config(config)
+    decisions.log.reconfigure(decisions.policy, config, restart_needed=("engines",), now=2.0)
+    disk.room_bytes = 1 << 20
+    decisions.make()
+    assert decisions.log.missing == 1
+    decisions.make(2)
+    opened = [line for line in read_journal(decisions.path) if isinstance(line, Opened)]
+    assert [(line.config, line.restart_needed, line.missing) for line in opened] == [
+        ({}, (), 0),
+        (config, ("engines",), 2),
+    ]
+    decisions.log.close()
+    assert replay_journal(decisions.path).difference is None
+
+
 def _moved(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 
@@ -164,12 +186,12 @@ def test_a_journal_that_another_program_took_away_is_noticed_and_begun_anew(
 ) -> None:
     decisions = Decisions(tmp_path / "journal")
     decisions.make(2)
-    decisions.log.look(now=2.0)
+    decisions.log.check(now=2.0)
     assert decisions.log.missing_total == 0
     take(decisions.path)
     decisions.make()
-    assert decisions.log.look(now=2.5) is None, "once a second"
-    assert decisions.log.look(now=3.0) is not None
+    assert decisions.log.check(now=2.5) is None, "once a second"
+    assert decisions.log.check(now=3.0) is not None
     decisions.make(2)
     assert decisions.counted == [1], "for all that went with the file"
     assert (decisions.log.fault, decisions.log.missing, decisions.log.missing_total) == ("", 0, 1)
@@ -182,7 +204,7 @@ def test_a_journal_that_another_program_took_away_is_noticed_and_begun_anew(
 
 def test_a_log_that_records_nothing_looks_at_nothing() -> None:
     log = DecisionLog(None, VersionPolicy.from_config({}), {}, max_bytes=1 << 20, now=0.0)
-    assert log.look(now=1.0) is None
+    assert log.check(now=1.0) is None
 
 
 def test_a_journal_that_is_no_file_stops_the_start(tmp_path: Path) -> None:

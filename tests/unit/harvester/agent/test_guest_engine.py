@@ -148,7 +148,7 @@ async def test_it_ends_no_sooner_than_its_last_process_unless_it_is_asked_to(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guest_engine, "_LOOKS", 5)
+    monkeypatch.setattr(guest_engine, "_POLLS", 5)
     guest = engine(tmp_path, 0.0, mps=watch)
     daemon.stop()
     running = asyncio.create_task(guest.run())

@@ -182,7 +182,7 @@ def test_production_is_not_touched_whatever_a_guest_of_its_user_names(
     guest: GuestProcesses,
 ) -> None:
     for root in below:
-        guest.spare([root])
+        guest.exclude([root])
         for one in below:
             guest.kill([one])
             assert "production's" in fault_of(guest)
@@ -190,8 +190,8 @@ def test_production_is_not_touched_whatever_a_guest_of_its_user_names(
             assert "production's" in fault_of(guest)
             assert start_ticks(one.pid) == one.start_ticks
     # Its pulse is late, and later another engine beats.
-    guest.spare([])
-    guest.spare([ProcessId(pid=1 << 22, start_ticks=1)])
+    guest.exclude([])
+    guest.exclude([ProcessId(pid=1 << 22, start_ticks=1)])
     guest.kill([*below, *named])
     assert child.wait(5) == -9, "the guest's own is ended all the same"
     assert "production's" in fault_of(guest)
@@ -201,7 +201,7 @@ def test_production_is_not_touched_whatever_a_guest_of_its_user_names(
 def test_a_root_of_another_pid_namespace_spares_no_process(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
-    guest.spare([ProcessId(pid=one.pid, start_ticks=one.start_ticks + 1) for one in named])
+    guest.exclude([ProcessId(pid=one.pid, start_ticks=one.start_ticks + 1) for one in named])
     guest.kill(named)
     assert child.wait(5) == -9
 
@@ -252,7 +252,7 @@ def test_a_thread_that_was_not_idle_is_not_made_idle(
 def test_ends_the_guest_s_processes(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
-    guest.know(named)
+    guest.record_named(named)
     guest.kill(named)
     assert child.wait(timeout=10) == -9
     assert guest.outcomes() == (ActionOutcome(action=GuestAction.KILL, processes=named),)

@@ -47,13 +47,13 @@ def child() -> Iterator["subprocess.Popen[bytes]"]:
 def test_the_daemon_s_reply_is_parsed(daemon: MpsDaemon, watch: MpsWatch) -> None:
     assert watch.read().fault
     daemon.serve({70: [PRODUCTION_PID, GUEST_PID], 71: []})
-    watch.look()
+    watch.query()
     assert watch.read() == MpsReading(clients=((PRODUCTION_PID, GUEST_PID), ()))
     daemon.serve({70: [PRODUCTION_PID]}, status="FAULT")
-    watch.look()
+    watch.query()
     assert watch.read().server_fault
     daemon.stop()
-    watch.look()
+    watch.query()
     assert "no MPS daemon" in watch.read().fault
 
 
@@ -175,7 +175,7 @@ def test_nothing_of_the_daemon_is_ever_set(
     child: "subprocess.Popen[bytes]", daemon: MpsDaemon, watch: MpsWatch, tmp_path: Path
 ) -> None:
     daemon.serve({70: [PRODUCTION_PID, child.pid]})
-    watch.look()
+    watch.query()
     guest = guest_of(watch, tmp_path)
     guest.lift(process_ids([child.pid]))
     guest.settle()

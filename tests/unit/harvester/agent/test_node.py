@@ -410,11 +410,11 @@ def test_a_slot_with_another_user_s_page_neither_stops_the_others_nor_costs_them
     for _ in range(2):
         stage.start()
         assert [slot.name for slot in stage.node.slots] == [leases[0].slot, leases[2].slot]
-        assert "belongs to another user" in stage.node.unopened[leases[1].slot]
+        assert "belongs to another user" in stage.node.slots.unopened[leases[1].slot]
         kill(stage)  # Before the first beat.
     page.unlink()
     stage.start()
-    assert not stage.node.unopened
+    assert not stage.node.slots.unopened
     assert stage.node.leases.view(leases[0].slot).epoch > leases[0].epoch
     stage.node.close()
 
@@ -433,10 +433,10 @@ def test_a_removed_slot_that_waits_to_be_closed_lends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, leases = many_slots(tmp_path)
-    monkeypatch.setattr("harvester.agent.node._OPENING_S", -1.0)
+    monkeypatch.setattr("harvester.agent.open_slots._OPENING_S", -1.0)
     slots = stage.config.slots[:1]
     stage.node.reconfigure(stage.config.model_copy(update={"slots": slots}))
-    assert stage.node.unopened.keys() == {lease.slot for lease in leases[1:]}
+    assert stage.node.slots.unopened.keys() == {lease.slot for lease in leases[1:]}
     for lease in leases[1:]:
         assert stage.node.leases.live(lease.slot) is None
         assert isinstance(stage.ask("again", slot=lease.slot), LeaseRefused)

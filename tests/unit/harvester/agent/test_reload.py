@@ -15,7 +15,6 @@ from harvester.agent.node import NodeAgent
 from harvester.agent.reload import SLOT_FIELDS, reload
 from harvester.config import (
     AgentConfig,
-    GuestConfig,
     HttpConfig,
     KvcachedConfig,
     MpsConfig,
@@ -28,6 +27,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
 from harvester.contracts.wire.stops import StopOrder
+from harvester.guest_config import GuestConfig
 from harvester.interlock_config import (
     AcceleratorsConfig,
     AlertConfig,
@@ -304,7 +304,7 @@ def test_no_field_is_reported_in_force_without_a_proof() -> None:
 @pytest.mark.parametrize("where", PROVEN, ids=".".join)
 def test_a_field_that_a_reload_reports_in_force_is(node: NodeAgent, where: Where) -> None:
     # The more careful of two modes holds, so each is seen beside `harvest` only.
-    base = node._config.model_copy(update={"mode": Mode.HARVEST})
+    base = node.slots.config.model_copy(update={"mode": Mode.HARVEST})
     node.reconfigure(base)
     new = changed(base, where)
     done = node.reconfigure(new)
@@ -315,9 +315,11 @@ def test_a_field_that_a_reload_reports_in_force_is(node: NodeAgent, where: Where
 
 
 def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: NodeAgent) -> None:
-    slot = node._config.slots[0]
+    slot = node.slots.config.slots[0]
     settings = changed(slot.policy, ("grant_ttl_s",))
-    new = node._config.model_copy(update={"slots": (slot.model_copy(update={"policy": settings}),)})
+    new = node.slots.config.model_copy(
+        update={"slots": (slot.model_copy(update={"policy": settings}),)}
+    )
     node.reconfigure(new)
     effects = node.slots[0].policy.observe(
         node.slots[0].sensor.sample(
@@ -331,7 +333,7 @@ def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: NodeAgent) 
 def test_a_field_not_in_force_stands_in_metrics_journal_and_offers(
     node: NodeAgent, tmp_path: Path
 ) -> None:
-    new = changed(changed(node._config, ("http", "port")), ("lease_ttl_s",))
+    new = changed(changed(node.slots.config, ("http", "port")), ("lease_ttl_s",))
     node.reconfigure(new)
     assert node.restart_needed == ("http.port", "lease_ttl_s")
     assert sample(node, "harvester_config_restart_needed") == 2
@@ -342,7 +344,7 @@ def test_a_field_not_in_force_stands_in_metrics_journal_and_offers(
         if isinstance(line, Opened)
     ]
     assert opened[-1].restart_needed == ("http.port", "lease_ttl_s")
-    node.reconfigure(node._config)
+    node.reconfigure(node.slots.config)
     assert sample(node, "harvester_config_restart_needed") == 0
     assert sample(node, "harvester_config_last_reload_successful") == 1
 

@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> AgentConfig:
 @pytest.fixture
 def node(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgent]:
     """Takes as long as a slow disk does to close and open what a reload asks for."""
-    monkeypatch.setattr("harvester.agent.node._OPENING_S", 60.0)
+    monkeypatch.setattr("harvester.agent.open_slots._OPENING_S", 60.0)
     node = NodeAgent(config, clock=MonotonicClock(), version="1")
     node.beat()
     yield node
@@ -193,10 +193,10 @@ def test_a_slot_is_not_closed_before_its_quarantine_is_on_disk(
     monkeypatch.setattr(whole_file, "replace", full)
     node.reconfigure(with_slots(config, "slot0"))
     assert names(node) == ["slot1", "slot0"]
-    assert "not closed before its state is on disk" in node.unopened["slot1"]
+    assert "not closed before its state is on disk" in node.slots.unopened["slot1"]
     node.beat()
     monkeypatch.setattr(whole_file, "replace", replace)
-    node.open_more()
+    node.slots.open_more()
     assert names(node) == ["slot0"]
     node.reconfigure(config)
     assert node.slots[1].policy.slot_state() is SlotState.QUARANTINED
@@ -247,7 +247,7 @@ def test_a_renamed_slot_has_the_pages_of_the_one_that_is_gone(
 ) -> None:
     node.reconfigure(with_slots(config, "slot2", pages=tmp_path / "pages" / "slot1"))
     assert names(node) == ["slot2"]
-    assert node.unopened == {}
+    assert node.slots.unopened == {}
 
 
 def test_a_slot_that_cannot_be_opened_harms_no_other_and_is_opened_later(
@@ -261,7 +261,7 @@ def test_a_slot_that_cannot_be_opened_harms_no_other_and_is_opened_later(
     wanted = with_slots(config, "slot0", "slot2", "slot3")
     done = node.reconfigure(wanted)
     assert names(node) == ["slot0", "slot3"]
-    assert "another agent runs on pages" in node.unopened["slot2"]
+    assert "another agent runs on pages" in node.slots.unopened["slot2"]
     assert "slots.slot2: added" not in done.in_force
     assert series_of(node, "slot2") == set()
     node.beat()
@@ -269,7 +269,7 @@ def test_a_slot_that_cannot_be_opened_harms_no_other_and_is_opened_later(
     done = node.reconfigure(wanted)
     assert done.in_force == ("slots.slot2: added",)
     assert names(node) == ["slot0", "slot2", "slot3"]
-    assert node.unopened == {}
+    assert node.slots.unopened == {}
 
 
 def test_a_slot_that_fails_half_way_leaves_nothing_that_hinders_the_next_try(
@@ -279,11 +279,11 @@ def test_a_slot_that_fails_half_way_leaves_nothing_that_hinders_the_next_try(
     journal.mkdir()
     wanted = with_slots(config, "slot0", "slot1", "slot2")
     node.reconfigure(wanted)
-    assert "slot2" in node.unopened
+    assert "slot2" in node.slots.unopened
     node.beat()
     journal.rmdir()
     node.reconfigure(wanted)
-    assert node.unopened == {}
+    assert node.slots.unopened == {}
     assert names(node) == ["slot0", "slot1", "slot2"]
 
 
@@ -314,10 +314,10 @@ def test_grants_of_the_others_do_not_expire_while_many_slots_come_and_go(
     beats.append(clock.now_s)
     for wanted in (["slot0", *(f"more{number}" for number in range(10))], ["slot0"]):
         node.reconfigure(with_slots(config, *wanted))
-        while node.waiting:
+        while node.slots.waiting:
             assert clock.now_s - beats[-1] < 0.45
             clock.now_s += 0.05
-            node.open_more()
+            node.slots.open_more()
             node.beat()
         assert names(node) == wanted
     assert clock.now_s > 1004.0
@@ -612,7 +612,7 @@ def test_a_slots_file_that_cannot_be_looked_at_is_a_fault(
 
 def test_a_slot_that_waits_is_noted_once(running: Running, tmp_path: Path) -> None:
     another = NodeAgent(
-        with_slots(running.node._config, "a").model_copy(update={"state_dir": tmp_path / "b"}),
+        with_slots(running.node.slots.config, "a").model_copy(update={"state_dir": tmp_path / "b"}),
         clock=MonotonicClock(),
         version="1",
     )
@@ -631,7 +631,9 @@ def test_a_slot_of_a_reload_that_cannot_be_opened_is_tried_again(
     running: Running, agent_file: Path, tmp_path: Path
 ) -> None:
     another = NodeAgent(
-        with_slots(running.node._config, "late").model_copy(update={"state_dir": tmp_path / "b"}),
+        with_slots(running.node.slots.config, "late").model_copy(
+            update={"state_dir": tmp_path / "b"}
+        ),
         clock=MonotonicClock(),
         version="1",
     )

@@ -263,10 +263,10 @@ def test_closing_leaves_the_page_that_a_successor_made_anew(path: Path) -> None:
     old = written(path, in_flight=1)
     for file in path.parent.iterdir():
         file.unlink()
-    assert not old.look()
+    assert not old.check()
     successor = written(path, in_flight=2)
     old.close(unlink=True)
-    assert successor.look()
+    assert successor.check()
     assert read(PageReader(path, Pulse)).record == Pulse(in_flight=2)
 
 

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from harvester.config import (
     AgentConfig,
-    GuestConfig,
     HttpConfig,
     KvcachedConfig,
     MpsConfig,
@@ -21,6 +20,7 @@ from harvester.config import (
 )
 from harvester.config_file import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.guest_config import GuestConfig
 from harvester.interlock_config import (
     AcceleratorsConfig,
     AlertConfig,

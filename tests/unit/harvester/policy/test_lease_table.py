@@ -173,7 +173,7 @@ def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(leases: LeaseTa
     assert answer == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=2.0)
     assert leases.view(SLOT).ending
     leases.expire(now=4.0)
-    assert [reason for _, reason in leases.news()] == [EndReason.DRAIN]
+    assert [reason for _, reason in leases.take_ended()] == [EndReason.DRAIN]
 
 
 def test_a_held_lease_is_renewed_for_two_minutes_and_names_the_order_meanwhile(
@@ -192,7 +192,7 @@ def test_a_held_lease_is_renewed_for_two_minutes_and_names_the_order_meanwhile(
     ended = leases.renew(lease.lease, renewal, now=125)
     assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=9.0)
     leases.expire(now=134)
-    assert [reason for _, reason in leases.news()] == [EndReason.DRAIN]
+    assert [reason for _, reason in leases.take_ended()] == [EndReason.DRAIN]
 
 
 def test_an_order_that_was_lifted_in_time_ends_no_lease(leases: LeaseTable) -> None:
@@ -241,7 +241,7 @@ def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     )
     heir.add_slot(SLOT, epoch=Epoch(page), recorded=over)
     assert (heir.view(SLOT).lease, heir.view(SLOT).epoch) == (None, then)
-    assert heir.news() == ((over, EndReason.EXPIRED),), "the audit has its end too"
+    assert heir.take_ended() == ((over, EndReason.EXPIRED),), "the audit has its end too"
     answer = heir.renew(LeaseId("l"), LeaseRenewal(epoch=Epoch(7), duration_s=10), now=1.0)
     assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
 
@@ -265,7 +265,7 @@ def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
     refused = leases.withdraw(lease, "no record")
     assert (refused.slot, refused.reason) == (SLOT, "no record")
     assert leases.live(SLOT) is None
-    assert leases.news() == ()
+    assert leases.take_ended() == ()
     again = granted(take(leases, request("r1"), now=1.0))
     assert again.epoch > lease.epoch
     assert again.lease != lease.lease

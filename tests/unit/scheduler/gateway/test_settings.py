@@ -192,3 +192,21 @@ def test_a_reload_takes_over_more_agents_and_names_what_needs_a_restart(
     merged, found = old.with_new(load_settings(_write(tmp_path / "new.json", **after)))
     assert ("".join(agent.id for agent in merged.agents), found) == (listed, waiting)
     assert merged == old.model_copy(update={"agents": merged.agents})
+
+
+def test_a_reload_takes_over_the_bounds_that_tenants_share_whatever_else_needs_a_restart(
+    tmp_path: Path,
+) -> None:
+    followed = {
+        "answers": {"turns": 7},
+        "max_open_bytes": 1 << 20,
+        "routing": {"queue_turns": 9},
+    }
+    old = load_settings(_write(tmp_path / "old.json", agents=_AGENTS[:2]))
+    changed = {"agents": _AGENTS[:1], "max_body_bytes": 1 << 19, **followed}
+    given = load_settings(_write(tmp_path / "new.json", **changed))
+    merged, waiting = old.with_new(given)
+    assert waiting == ("agents", "max_body_bytes")
+    assert merged == old.model_copy(update={name: getattr(given, name) for name in followed})
+    assert merged.routing_config.queue_turns == 9
+    assert merged.answer_bounds.turns == 7
