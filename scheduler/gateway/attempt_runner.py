@@ -31,6 +31,7 @@ from scheduler.gateway.engines.engine_faults import (
 from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import DispatchTurn, TurnCleared, TurnLeft
@@ -53,20 +54,19 @@ class AttemptRunner:
         probing: EngineProbing,
         dispatcher: Dispatcher,
         blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         timeouts: Timeouts,
-        on_left: Callable[[Turn, Member, int], None],
         on_lease_refused: Callable[[Member], None],
     ) -> None:
-        """`on_left`: called with an attempt's tokens when it has ended."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._blame = blame
         self._clock = clock
         self._timeouts = timeouts
-        self._on_left = on_left
+        self._metrics = metrics
         self._on_lease_refused = on_lease_refused
         silences_s = (
             *(timeouts.stall_s, timeouts.guest_stall_s),
@@ -122,7 +122,7 @@ class AttemptRunner:
             if running.why_cut is Cut.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
-            self._on_left(turn, member, running.tokens)
+            self._metrics.attempt_ended(turn, member.engine, running.tokens)
             self._dispatcher.observe(
                 TurnLeft(
                     turn=turn.key,

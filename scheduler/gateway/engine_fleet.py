@@ -17,6 +17,7 @@ from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import EngineLost, EngineUnreachable
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.fleet_member import Member, numerics_of
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
@@ -54,26 +55,27 @@ class EngineFleet:
         dispatcher: Dispatcher,
         blame: RequestBlame,
         log: DecisionLog,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         update_s: float,
         adapter_of: Callable[[JobId], str | None] = lambda _job: None,
         leasable: Callable[[], Iterable[EngineDescription]] = tuple,
-        on_served: Callable[[Member, float], None] = lambda _member, _seconds: None,
         on_fault: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters.
-        `leasable`: engines that may yet be leased. `on_served`: called with the seconds that an
-        engine's switch took. `on_fault`: called with an error of the policy."""
+        `leasable`: engines that may yet be leased. `on_fault`: called with an error of the
+        policy."""
         self.policy = policy
         self.switching = VersionSwitching(policy, log, clock, self._apply, on_fault)
         self.members: dict[EngineId, Member] = {}
         self._dispatcher = dispatcher
         self._blame = blame
+        self._metrics = metrics
         self._clock = clock
         self._update_s = update_s
         self.adapter_of = adapter_of
-        self._leasable, self._on_served = leasable, on_served
+        self._leasable = leasable
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parked: set[JobId] = set()
         self._active_job: JobId | None = None
@@ -414,7 +416,8 @@ class EngineFleet:
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
-            self._on_served(member, self._clock.now() - began_s)
+            switch_s = self._metrics.switch_s.labels(member.engine.kind)
+            switch_s.observe(self._clock.now() - began_s)
         self._offer(member)
 
     def _offer(self, member: Member) -> None:

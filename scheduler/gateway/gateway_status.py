@@ -13,6 +13,7 @@ from harvester.contracts.wire.gateway_status import (
 )
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.model import EngineKind
 
 
 def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
@@ -98,7 +99,7 @@ def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
 
 def _job(scheduler: Scheduler, job: JobId) -> GatewayJob:
     published, ledger = scheduler.fleet.policy.published(job), scheduler.ledgers[job]
-    tokens = dict(scheduler.tokens[job])
+    tokens = {str(kind): scheduler.metrics.tokens[job, kind] for kind in EngineKind}
     for member in scheduler.fleet.members.values():
         running = (each.tokens for each in member.running if each.turn.job == job)
         tokens[member.engine.kind] += sum(running)
@@ -122,9 +123,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         gauge.clear()
     metrics.service_budget.clear()
     metrics.unrecorded.set(bool(scheduler.unrecorded()))
-    missing = scheduler.missing_decisions()
-    metrics.journal_missing.inc(missing - metrics.journal_missing_before)
-    metrics.journal_missing_before = missing
+    metrics.raise_to(metrics.journal_missing, scheduler.missing_decisions())
     metrics.answers_bytes.set(scheduler.answered.size_bytes)
     harvest = scheduler.harvest
     metrics.lease_slack_s.set(harvest.slack_s)
@@ -149,8 +148,6 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
         for outcome in ("lost", "duplicated", "migrated", "undelivered", "repeated"):
-            child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)
-            child.inc(total - scheduler.exported.get((job, outcome), 0))
-            scheduler.exported[job, outcome] = total
+            metrics.raise_to(metrics.trajectories.labels(job, outcome), total)
     return metrics.render()

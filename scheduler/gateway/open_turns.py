@@ -21,6 +21,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.turn import FINISHED, Turn, turn_key
@@ -77,9 +78,9 @@ class OpenTurns:
         self,
         ledger: TurnLedger,
         run: Run,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
-        on_end: Callable[[Turn], None],
         rejoin_s: float,
         answered: AnsweredTurns,
         tenant: TenantId,
@@ -92,7 +93,7 @@ class OpenTurns:
         self._clients: Counter[str] = Counter()
         """Number of waiting clients by request."""
         self._run = run
-        self._on_end = on_end
+        self._metrics = metrics
         self._rejoin_s = rejoin_s
         self._open: dict[str, _Open] = {}
 
@@ -105,14 +106,13 @@ class OpenTurns:
         *,
         trajectory: TrajectoryId,
         on_turn: Listen | None,
-        on_begin: Callable[[], None] = lambda: None,
         newest: WeightVersion = BASE_VERSION,
         part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
         """Returns the turn at its end. Raises IdInUse and the errors of `run`.
 
-        `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new. Its
-        pin is resolved against `newest`.
+        `on_turn` gives a callback for new tokens. The pin of a new turn is resolved against
+        `newest`.
         """
         while (held := self._open.get(request.request_id)) is not None:
             if not held.abandoned and _is_for(held.turn, request, trajectory):
@@ -135,7 +135,7 @@ class OpenTurns:
                 on_turn(turn)
             return turn, None
         if held is None:
-            on_begin()
+            self._metrics.trajectory_began(self._ledger.job, trajectory)
             part_of = part_of or ClientRequest(request.request_id, trajectory)
             held = self._begin(request, trajectory, part_of, newest)
         return await self._follow(held, on_turn)
@@ -190,7 +190,7 @@ class OpenTurns:
 
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
-        self._on_end(held.turn)
+        self._metrics.turn_ended(held.turn)
         # Retrieves the error: a waiting client gets it, and without a client asyncio logs nothing.
         # A cancellation refers back to here, by the frames that it passed, and goes with this call.
         with suppress(asyncio.CancelledError):

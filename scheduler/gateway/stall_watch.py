@@ -1,13 +1,13 @@
 """Moves turns off silent engines. A turn stays where no other engine has room for it."""
 
 import asyncio
-from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.course import FirstTokens
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
@@ -26,17 +26,16 @@ class StallWatch:
         clock: Clock,
         timeouts: Timeouts,
         first_tokens: FirstTokens,
-        on_late: Callable[[float], None],
+        metrics: GatewayMetrics,
     ) -> None:
-        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one.
-        `on_late`: called at each look with the event loop's lateness, in s."""
+        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
         self._first_tokens = first_tokens
-        self._on_late = on_late
+        self._metrics = metrics
 
     async def run(self) -> None:
         period_s = min(WATCH_S, self._timeouts.guest_tail_stall_s / 4)
@@ -46,7 +45,7 @@ class StallWatch:
             # An event loop that is late has read no engine meanwhile: that silence is its own.
             # Counted as the engines', an overload would move every turn, and so never end.
             late_s = max(0.0, self._clock.now() - due_s)
-            self._on_late(late_s)
+            self._metrics.loop_lag_s.observe(late_s)
             if late_s > WATCH_S:
                 self._probing.was_late()
             self._dispatcher.observe(TimePassed())

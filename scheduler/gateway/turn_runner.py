@@ -15,6 +15,7 @@ from scheduler.gateway.engines.engine_faults import (
     RequestRefused,
 )
 from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import output_fields
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import (
@@ -40,19 +41,16 @@ class TurnRunner:
         probing: EngineProbing,
         dispatcher: Dispatcher,
         blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         timeouts: Timeouts,
         max_attempts: int,
         returns_partial: Callable[[Turn], bool] = lambda _turn: False,
-        on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None,
-        on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None,
         on_lease_refused: Callable[[Member], None] = lambda _member: None,
-        on_loop_late: Callable[[float], None] = lambda _late_s: None,
     ) -> None:
         """`returns_partial`: whether a turn that is interrupted after its first token ends there.
-        `on_interrupted`: called with the cause for each turn that has tokens and loses its engine.
-        `on_left`: called with an attempt's tokens when it has ended."""
+        `on_lease_refused`: called with the guest that refuses its lease's epoch."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
@@ -62,20 +60,20 @@ class TurnRunner:
         self._closing = False
         self._blame = blame
         self.stalls = StallWatch(
-            fleet, probing, dispatcher, clock, timeouts, blame.first_tokens, on_loop_late
+            fleet, probing, dispatcher, clock, timeouts, blame.first_tokens, metrics
         )
         self._attempts = AttemptRunner(
             fleet,
             probing,
             dispatcher,
             blame,
+            metrics,
             clock,
             timeouts=timeouts,
-            on_left=on_left,
             on_lease_refused=on_lease_refused,
         )
         self._returns_partial = returns_partial
-        self._on_interrupted = on_interrupted
+        self._metrics = metrics
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
@@ -107,8 +105,10 @@ class TurnRunner:
                 if not turn.token_ids:
                     raise
             if course.interruption and turn.token_ids and not turn.ended:
-                self._on_interrupted(turn, course.interruption)
-                if self._returns_partial(turn):
+                partial = self._returns_partial(turn)
+                outcome = "returned" if partial else "continued"
+                self._metrics.interruptions.labels(turn.job, course.interruption, outcome).inc()
+                if partial:
                     turn.fault = f"interrupted ({course.interruption}): {course.why}"
                     turn.end(FinishReason.ABORT)
         return None

@@ -11,6 +11,7 @@ from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
 
@@ -29,20 +30,19 @@ class VersionStaging:
     def __init__(
         self,
         fleet: EngineFleet,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         stage_s: float,
-        on_staged: Callable[[Member, str, float], None],
     ) -> None:
-        """`stage_s`: longest wait for engines that prepare a version while they sample.
-        `on_staged`: called with an engine's outcome and its seconds."""
+        """`stage_s`: longest wait for engines that prepare a version while they sample."""
         self._fleet = fleet
         self._clock = clock
         self.stage_s = stage_s
         self._lock = asyncio.Lock()
         self._in_line: list[JobVersion] = []
         """Versions whose preparation has not begun."""
-        self._on_staged = on_staged
+        self._metrics = metrics
 
     async def prepare(
         self, target: JobVersion, *, patience_s: float, is_due: Callable[[], bool] = lambda: True
@@ -128,5 +128,6 @@ class VersionStaging:
             goes_on=lambda: member.up and self._is_next(target),
         )
         outcome = "ready" if reply.ready else "failed" if reply.fault else "late"
-        self._on_staged(member, outcome, self._clock.now() - began_s)
+        staging_s = self._metrics.staging_s.labels(member.engine.kind, outcome)
+        staging_s.observe(self._clock.now() - began_s)
         return reply

@@ -16,6 +16,7 @@ from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.engines.engine_faults import EngineUnreachable
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.turn_ledger import TurnLedger
@@ -80,7 +81,9 @@ def _fleet(clock: VirtualClock, blame: RequestBlame | None = None) -> EngineFlee
     versions = VersionPolicy(VersionsConfig(min_dedicated=1))
     log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
     dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
-    return EngineFleet(versions, dispatcher, blame or RequestBlame(), log, clock, update_s=1)
+    return EngineFleet(
+        versions, dispatcher, blame or RequestBlame(), log, GatewayMetrics(), clock, update_s=1
+    )
 
 
 def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind) -> Member:

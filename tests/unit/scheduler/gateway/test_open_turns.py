@@ -9,6 +9,7 @@ import pytest
 from harvester.contracts.ids import JobId, TenantId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
 from scheduler.gateway.engines.engine_faults import RequestRefused
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.turn import Turn
@@ -18,10 +19,11 @@ from scheduler.gateway.samples import samples_of
 from tests.virtual_clock import VirtualClock
 
 
-class Work:
-    """Turns that end when `goes_on` is set."""
+class Work(GatewayMetrics):
+    """Turns that end when `goes_on` is set, and their metrics."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.goes_on = asyncio.Event()
         self.begun: list[Turn] = []
         self.ended: list[Turn] = []
@@ -36,13 +38,17 @@ class Work:
             raise self.fault
         turn.end(FinishReason.LENGTH)
 
+    def turn_ended(self, turn: Turn) -> None:
+        super().turn_ended(turn)
+        self.ended.append(turn)
+
     def open_turns(self, *, rejoin_s: float) -> OpenTurns:
         bounds = AnswerBounds(keep_s=60, turns=8, size_bytes=1 << 20)
         return OpenTurns(
             self.ledger,
             self.run,
+            self,
             self.clock,
-            on_end=self.ended.append,
             rejoin_s=rejoin_s,
             answered=AnsweredTurns(bounds),
             tenant=TenantId("alice"),
