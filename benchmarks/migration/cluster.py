@@ -127,7 +127,7 @@ class Cluster:
 
             return moved
 
-        turn, refused = await self.scheduler.generate(
+        turn, refused = await self.scheduler.turns.generate(
             JOB, TrajectoryId(name), request, on_turn=on_turn
         )
         for timer in timers:

@@ -30,7 +30,7 @@ from scheduler.gateway.engines.engine_faults import (
 )
 from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
 from scheduler.gateway.policy.course import TurnCourse
@@ -58,7 +58,7 @@ class AttemptRunner:
         clock: Clock,
         *,
         timeouts: Timeouts,
-        on_lease_refused: Callable[[Member], None],
+        on_lease_refused: Callable[[FleetMember], None],
     ) -> None:
         self._fleet = fleet
         self._probing = probing
@@ -142,7 +142,7 @@ class AttemptRunner:
         turn: Turn,
         attempt: Attempt,
         running: RunningAttempt,
-        member: Member,
+        member: FleetMember,
         course: TurnCourse,
     ) -> None:
         assert running.task is not None
@@ -222,7 +222,7 @@ class AttemptRunner:
         self,
         attempt: Attempt,
         running: RunningAttempt,
-        member: Member,
+        member: FleetMember,
         on_tokens: Callable[[], None] | None,
     ) -> None:
         """Ends the turn with the engine's finish; without one the engine aborted it."""
@@ -316,7 +316,7 @@ def _is_too_long(turn: Turn, refused: RequestRefused) -> bool:
     return names_context(str(refused)) and not names_context(fields)
 
 
-def _check_request(turn: Turn, member: Member) -> None:
+def _check_request(turn: Turn, member: FleetMember) -> None:
     """Raises RequestRefused for fields that this engine would misread: token ids beyond its
     vocabulary (the turn may predate the engine), and, before vLLM 0.32, a grammar beside a
     reasoning parser."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.ids import EngineId, JobId
+from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.rollouts import GenerateRequest
 from harvester.platform.tenant_shares import Pressure
+from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.policy.course import EngineWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -33,35 +34,31 @@ class Dispatcher:
     def __init__(
         self,
         policy: RoutingPolicy,
+        registry: EngineRegistry,
         clock: Clock,
         *,
         queue_s: float,
-        waits_for_permit: Callable[[JobId], bool] = lambda _job: False,
-        fault_for: Callable[[JobId], str] = lambda _job: "",
-        on_queued: Callable[[], None] = lambda: None,
-        on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None,
+        queued: asyncio.Event,
         on_fault: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
-        """`waits_for_permit`: whether the job's engines exist but belong to another job for now.
-        `fault_for`: a fault that keeps an engine from serving the job, where its callers may see
-        that. `on_queued`: called when a turn finds no place. `on_fault`: called with an error of
-        the policy, whose effects are lost with it."""
+        """`queued`: set when a turn finds no place. `on_fault`: called with an error of the
+        policy, whose effects are lost with it."""
         self.policy = policy
+        self._registry = registry
         self._clock = clock
         self._queue_s = queue_s
         self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
         self.dispatched: Counter[str] = Counter()
         """Number of placed turns by reason."""
-        self._waits_for_permit, self._fault_for = waits_for_permit, fault_for
-        self._on_queued, self._on_forgotten, self._on_fault = on_queued, on_forgotten, on_fault
+        self._queued, self._on_fault = queued, on_fault
 
     def observe(self, event: RoutingEvent) -> None:
         for effect in self._decided(event):
             match effect:
                 case QueueTurn():
-                    self._on_queued()
+                    self._queued.set()
                 case ForgetPrefix():
-                    self._on_forgotten(effect)
+                    self._registry.forget_prefix(effect)
                 case DispatchTurn() | RefuseTurn():
                     waiting = self._waiting.get(effect.turn)
                     if waiting is not None and not waiting.done():
@@ -149,7 +146,8 @@ class Dispatcher:
         while True:
             since_s, job = self._clock.now(), arrived.job
             barred = self.policy.is_paused(job) or (
-                self._waits_for_permit(job) and not self.policy.may_serve(arrived, unfit=unfit)
+                not self._registry.may_use_dedicated(job)
+                and not self.policy.may_serve(arrived, unfit=unfit)
             )
             left_s = max(0.0, until_s - since_s)
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
@@ -159,15 +157,15 @@ class Dispatcher:
                 return waiting.result()
             deferred = self.policy.defers(arrived.turn)
             may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
-            if may_serve or self._waits_for_permit(arrived.job):
+            if may_serve or not self._registry.may_use_dedicated(job):
                 wait.servable_s = now
             if now - wait.servable_s >= self._queue_s:
                 self._give_up(arrived.turn, waiting)
-                served = f"no engine has served job {arrived.job}"
+                served = f"no engine has served job {job}"
                 if arrived.numerics:
                     served += f" with the numerics {arrived.numerics!r}"
-                fault = self._fault_for(arrived.job)
-                reason = f"{served} for {self._queue_s:.0f} s" + f"; {fault}" * bool(fault)
+                served += f" for {self._queue_s:.0f} s"
+                reason = "; ".join([served, *self._registry.faults(job)[:1]])
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
             if now >= until_s:
                 self._give_up(arrived.turn, waiting)

@@ -8,7 +8,7 @@ from harvester.contracts.errors import RoseMuxError
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_faults import EngineLost
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut
@@ -51,7 +51,9 @@ class EngineProbing:
         for member in fleet.members.values():
             fleet.log_state(member)
 
-    async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
+    async def attempt_broke(
+        self, member: FleetMember, error: RoseMuxError, *, began_s: float
+    ) -> Change:
         """Probes the engine of a broken attempt for a change, and marks it down unless it is NONE.
 
         Returns UNKNOWN also if another attempt already saw the loss: the engine may be back by
@@ -88,7 +90,7 @@ class EngineProbing:
         """The event loop has just been late: silence may be its own."""
         self._late_at_s = self._clock.now()
 
-    def answered(self, member: Member, change: Change) -> None:
+    def answered(self, member: FleetMember, change: Change) -> None:
         """Applies a probe's result to a member that is down."""
         if change is Change.UNKNOWN or self._fleet.members.get(member.engine.engine) is not member:
             return
@@ -100,7 +102,7 @@ class EngineProbing:
         if not dead:
             self._fleet.up(member)
 
-    def _weights_changed(self, member: Member) -> None:
+    def _weights_changed(self, member: FleetMember) -> None:
         """Another caller changed its weights: it gets the version again, each time later."""
         if not member.up:
             return

@@ -63,11 +63,10 @@ from scheduler.gateway.job_paths import (
     job_of_model,
     route_of,
 )
-from scheduler.gateway.job_switches import Switch, SwitchRequest
+from scheduler.gateway.job_switches import JobSwitch, SwitchRequest
 from scheduler.gateway.loop_share import LoopEntry, LoopShare
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SAMPLES, SHOWN, TURN
-from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.turn import SHUTTING_DOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.pressure import HELD_BODY, connection_room
@@ -155,7 +154,7 @@ class Gateway:
         places = sum(each.concurrency for each in settings.engines)
         self._room = connection_room(descriptors, places=places)
         self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
-        if self._room < (most := msgspec.convert(settings.routing, RoutingConfig).queue_turns):
+        if self._room < (most := settings.routing_config.queue_turns):
             line = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
             _log.warning(line, most, self._room)
         self.app = web.Application(
@@ -217,7 +216,7 @@ class Gateway:
             if len(possible) > 1:
                 body = await whole_body(request)
                 adapters = filter(None, (job.adapter for job in jobs.values()))
-                models = {*self._scheduler.fleet.models(), *adapters}
+                models = {*self._scheduler.registry.models(), *adapters}
                 if (job := job_of_model(body, possible, models)) is not None:
                     request[JOB_OF_MODEL] = job
             return await handler(request)
@@ -236,7 +235,7 @@ class Gateway:
         trajectory = trajectory_of(request, asked.request_id)
         parts, name = samples_of(asked), asked.request_id
         async with follow(
-            self._scheduler, job, trajectory, parts, name=name, named=can_ask_again
+            self._scheduler.turns, job, trajectory, parts, name=name, named=can_ask_again
         ) as samples:
             if asked.stream:
                 return await _streamed(request, asked, samples)
@@ -264,11 +263,11 @@ class Gateway:
         """Raises Exhausted at the end of the gateway, PeerProtocolError."""
         if self._closing:
             raise Exhausted(SHUTTING_DOWN)
-        fleet = self._scheduler.fleet
+        registry = self._scheduler.registry
         turn_request = decode_generate(
             body,
-            vocabulary_tokens=fleet.vocabulary_tokens(),
-            context_tokens=fleet.context_tokens(),
+            vocabulary_tokens=registry.vocabulary_tokens(),
+            context_tokens=registry.context_tokens(),
         )
         self._check_model(job, turn_request.model)
         return turn_request
@@ -276,12 +275,12 @@ class Gateway:
     def _check_model(self, job: JobId, model: str | None) -> None:
         """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
         or offered may have the model."""
-        names = self._scheduler.model_names(job)
+        names = self._scheduler.registry.model_names(job)
         if model is None or model in names:
             return
         trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
         why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
-        if self._scheduler.may_meet_other_models(job):
+        if self._scheduler.registry.may_meet_other_models(job):
             raise Exhausted(f"{why}and no engine's model is known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
@@ -318,10 +317,11 @@ class Gateway:
         scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
         if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
             return
-        uses = scheduler.uses_engines(target.job)
-        if not scheduler.fleet.may_use_dedicated(target.job):
+        routing = scheduler.dispatcher.policy
+        uses = routing.uses_engines(target.job)
+        if not scheduler.registry.may_use_dedicated(target.job):
             # Queued turns wait for leases and do not count; turns on leased engines would be cut.
-            uses = bool(scheduler.dispatcher.policy.open_turns_of(target.job))
+            uses = bool(routing.open_turns_of(target.job))
         if uses:
             raise web.HTTPConflict(
                 reason="another tenant's job is served and has open turns; try again when they "
@@ -333,7 +333,7 @@ class Gateway:
     async def _switch(
         self, job: JobId, request: web.Request, body: SwitchRequest
     ) -> dict[str, Any]:
-        switch = Switch(request.path.rpartition("/")[2])
+        switch = JobSwitch(request.path.rpartition("/")[2])
         if body.for_s is not None and not body.enabled:
             raise PeerProtocolError("for_s: send it with enabled: true alone")
         recorded = self._scheduler.switches.set(job, switch, on=body.enabled, for_s=body.for_s)
@@ -347,8 +347,8 @@ class Gateway:
         callers=Callers.OPERATOR,
     )
     async def _stop(self, body: StopRequest) -> ClusterStopReply:
-        reply = await self._scheduler.harvest.stops.order(body)
-        self._scheduler.capacity_wake.set()
+        reply = await self._scheduler.stops.order(body)
+        self._scheduler.wake.set()
         return reply
 
     @Route("GET /v1/status", "Engines, jobs, queue, leases and counters", callers=Callers.READERS)

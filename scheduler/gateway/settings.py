@@ -226,12 +226,11 @@ class GatewaySettings(FrozenSettings):
     @model_validator(mode="after")
     def _consistent(self) -> "GatewaySettings":
         # A guest's address is its agent's to say.
-        dedicated = [each for each in self.engines if each.kind is EngineKind.DEDICATED]
         for what, names in (
             ("engine", [engine.id for engine in self.engines]),
             ("agent", [agent.id for agent in self.agents]),
             ("job", [job.id for job in self.jobs]),
-            ("engine's url", [engine.url for engine in dedicated]),
+            ("engine's url", [engine.url for engine in self.dedicated]),
             ("agent's url", [agent.url for agent in self.agents]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -259,6 +258,20 @@ class GatewaySettings(FrozenSettings):
             if prefixes and slot is not None and not slot.startswith(prefixes):
                 raise ValueError(f"slot {slot}: with several agents it is AGENT.{slot}")
         return self
+
+    @property
+    def dedicated(self) -> tuple[EngineSettings, ...]:
+        return tuple(each for each in self.engines if each.kind is EngineKind.DEDICATED)
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        moved = {"moved_after_s": self.timeouts.guest_stall_s}
+        return msgspec.convert(moved | self.routing, RoutingConfig)
+
+    @property
+    def versions_config(self) -> VersionsConfig:
+        fewest = {"min_dedicated": int(bool(self.dedicated))}
+        return msgspec.convert(fewest | self.versions, VersionsConfig)
 
     def slot_prefix(self, agent: str) -> str:
         """Before the names of its slots: nodes that are installed alike name them alike."""

@@ -6,7 +6,7 @@ from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.course import FirstTokens
 from scheduler.gateway.policy.versions_events import TimePassed
@@ -59,7 +59,7 @@ class StallWatch:
                 running.excuse(late_s, now=self._clock.now())
                 moving += self._moves(member, running, moving)
 
-    def _moves(self, member: Member, running: RunningAttempt, moving: int) -> bool:
+    def _moves(self, member: FleetMember, running: RunningAttempt, moving: int) -> bool:
         """Cuts a stalled turn; `moving` other turns leave already and have not taken their places
         yet."""
         now, kind = self._clock.now(), member.engine.kind

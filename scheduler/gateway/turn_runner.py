@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId
-from harvester.contracts.wire.rollouts import FinishReason
+from harvester.contracts.wire.rollouts import FinishReason, OnInterrupt
 from scheduler.gateway.attempt_runner import AttemptRunner
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
@@ -14,7 +14,7 @@ from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.engines.engine_faults import (
     RequestRefused,
 )
-from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import output_fields
 from scheduler.gateway.policy.course import TurnCourse
@@ -46,11 +46,9 @@ class TurnRunner:
         *,
         timeouts: Timeouts,
         max_attempts: int,
-        returns_partial: Callable[[Turn], bool] = lambda _turn: False,
-        on_lease_refused: Callable[[Member], None] = lambda _member: None,
+        on_lease_refused: Callable[[FleetMember], None] = lambda _member: None,
     ) -> None:
-        """`returns_partial`: whether a turn that is interrupted after its first token ends there.
-        `on_lease_refused`: called with the guest that refuses its lease's epoch."""
+        """`on_lease_refused`: called with the guest that refuses its lease's epoch."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
@@ -72,7 +70,6 @@ class TurnRunner:
             timeouts=timeouts,
             on_lease_refused=on_lease_refused,
         )
-        self._returns_partial = returns_partial
         self._metrics = metrics
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
@@ -112,6 +109,11 @@ class TurnRunner:
                     turn.fault = f"interrupted ({course.interruption}): {course.why}"
                     turn.end(FinishReason.ABORT)
         return None
+
+    def _returns_partial(self, turn: Turn) -> bool:
+        """Whether a turn that is interrupted after its first token ends there."""
+        own = turn.request.on_interrupt or self._fleet.registry.jobs[turn.job].on_interrupt
+        return own is OnInterrupt.RETURN_PARTIAL
 
     def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""

@@ -10,7 +10,7 @@ from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
@@ -108,7 +108,7 @@ class VersionStaging:
 
     def _staging(
         self, target: JobVersion, kind: EngineKind
-    ) -> dict[Member, asyncio.Task[StageReply]]:
+    ) -> dict[FleetMember, asyncio.Task[StageReply]]:
         return {
             member: self._fleet.spawn(self._stage(member, target))
             for member in self._fleet.members.values()
@@ -118,12 +118,12 @@ class VersionStaging:
             and (member.is_described or kind is EngineKind.DEDICATED)
         }
 
-    async def _stage(self, member: Member, target: JobVersion) -> StageReply:
+    async def _stage(self, member: FleetMember, target: JobVersion) -> StageReply:
         began_s = self._clock.now()
         reply = await member.client.stage(
             HeldWeights(target.store, target.version),
             timeout_s=self.stage_s,
-            adapter=self._fleet.adapter_of(target.job),
+            adapter=self._fleet.registry.adapter_of(target.job),
             # Asked after its switch, a guest would prepare the version again.
             goes_on=lambda: member.up and self._is_next(target),
         )

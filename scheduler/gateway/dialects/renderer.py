@@ -8,10 +8,10 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -24,8 +24,9 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
+from scheduler.gateway.dialects.render_endpoints import RenderEndpoints
 from scheduler.gateway.dialects.text_dialect import Body, Dialect
-from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
+from scheduler.gateway.engines.engine_connections import ConnectionFailed
 from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.settings import Timeouts
@@ -86,14 +87,6 @@ class _Tokenized(msgspec.Struct):
     tokens: tuple[int, ...]
 
 
-class RenderEndpoint(NamedTuple):
-    """A process that renders."""
-
-    connections: EngineConnections
-    short_tokens: int = 0
-    """The renderer's context if another's is longer, for requests too long for it; else 0."""
-
-
 class _Away(Interrupted):
     """No renderer can be reached for now."""
 
@@ -107,15 +100,15 @@ class _TooLong(Interrupted):
 
 
 class Renderer:
-    """`peers` gives the endpoints in order; a call goes on to the next where one does not answer.
+    """A call goes on to the next endpoint where one does not answer.
 
     A call whose renderers are away waits for them for `queue_s`. One waiting call probes for all,
     so that a renderer that is back is found at once and is not flooded. A request that is too long
     for the reachable renderers waits for one with a longer context.
     """
 
-    def __init__(self, peers: Callable[[], list[RenderEndpoint]], times: Timeouts) -> None:
-        self._peers = peers
+    def __init__(self, endpoints: RenderEndpoints, times: Timeouts) -> None:
+        self._endpoints = endpoints
         self._render_s = times.render_s
         self._patience_s = times.queue_s
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
@@ -269,7 +262,7 @@ class Renderer:
         fault, away = "no dedicated engine is up and no renderer is configured", True
         too_long = malformed = False
         async with limit:
-            for peer, short_tokens in self._peers():
+            for peer, short_tokens in self._endpoints.in_order():
                 try:
                     async with asyncio.timeout(self._render_s):
                         response = await peer.post(path, data, {})

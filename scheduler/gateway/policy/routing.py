@@ -101,6 +101,12 @@ class RoutingPolicy:
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
 
+    def uses_engines(self, job: JobId) -> bool:
+        """Whether the job has turns on engines or in line for them. A turn that is deferred for its
+        pin, or waits for the end of a pause, uses none, however long it waits."""
+        queued = not self.is_paused(job) and self.queued_turns_of(job)
+        return bool(self.open_turns_of(job) or queued)
+
     def speeds(self) -> dict[EngineId, float]:
         """Learned seconds per token of one stream alone."""
         return {
