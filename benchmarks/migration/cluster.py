@@ -127,8 +127,8 @@ class Cluster:
 
             return moved
 
-        turn, refused = await self.scheduler.turns.generate(
-            JOB, TrajectoryId(name), request, on_turn=on_turn
+        turn, refused = await self.scheduler.turns[JOB].serve(
+            request, trajectory=TrajectoryId(name), on_turn=on_turn
         )
         for timer in timers:
             timer.cancel()

@@ -64,14 +64,14 @@ from scheduler.gateway.job_paths import (
     route_of,
 )
 from scheduler.gateway.job_switches import JobSwitch, SwitchRequest
+from scheduler.gateway.job_turns import IdInUse, TurnRefused
 from scheduler.gateway.loop_share import LoopEntry, LoopShare
-from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SAMPLES, SHOWN, TURN
 from scheduler.gateway.policy.turn import SHUTTING_DOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.pressure import HELD_BODY, connection_room
 from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
+from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
@@ -235,7 +235,7 @@ class Gateway:
         trajectory = trajectory_of(request, asked.request_id)
         parts, name = samples_of(asked), asked.request_id
         async with follow(
-            self._scheduler.turns, job, trajectory, parts, name=name, named=can_ask_again
+            self._scheduler.turns[job], trajectory, parts, name=name, named=can_ask_again
         ) as samples:
             if asked.stream:
                 return await _streamed(request, asked, samples)

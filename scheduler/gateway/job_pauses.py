@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from harvester.contracts.clock import Clock
@@ -29,7 +29,11 @@ class PauseMode(StrEnum):
 
 class JobPauses:
     def __init__(
-        self, fleet: EngineFleet, turns: JobTurns, dispatcher: Dispatcher, clock: Clock
+        self,
+        fleet: EngineFleet,
+        turns: Mapping[JobId, JobTurns],
+        dispatcher: Dispatcher,
+        clock: Clock,
     ) -> None:
         self._fleet = fleet
         self._turns = turns
@@ -57,7 +61,7 @@ class JobPauses:
         self._times[job] = since_s, now + (math.inf if for_s is None else for_s)
         self._dispatcher.observe(JobPaused(job=job, paused=True))
         if mode is PauseMode.ABORT:
-            await self._turns.abort(job, None)
+            await self._turns[job].abort()
         else:
             await self.emptied(job, cut=mode is PauseMode.KEEP)
 

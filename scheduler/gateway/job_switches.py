@@ -60,11 +60,9 @@ class JobSwitches:
                 self._harvesting[job] = facts.harvesting
 
     def is_on(self, job: JobId, switch: JobSwitch) -> bool:
-        match switch:
-            case JobSwitch.HARVESTING:
-                return self._harvesting[job]
-            case JobSwitch.DEDICATED:
-                return self._fleet.registry.may_use_dedicated(job)
+        if switch is JobSwitch.DEDICATED:
+            return self._fleet.registry.may_use_dedicated(job)
+        return self._harvesting[job]
 
     def set(self, job: JobId, switch: JobSwitch, *, on: bool, for_s: float | None = None) -> bool:
         """With `for_s` the switch goes off after that time, and after a restart, unless set again.
@@ -84,11 +82,10 @@ class JobSwitches:
         self._off_at_s.pop(key, None)
         if for_s is not None:
             self._off_at_s[key] = self._clock.now() + for_s
-        match switch:
-            case JobSwitch.HARVESTING:
-                self._harvesting[job] = on
-            case JobSwitch.DEDICATED:
-                self._fleet.use_dedicated(job, enabled=on)
+        if switch is JobSwitch.DEDICATED:
+            self._fleet.use_dedicated(job, enabled=on)
+        else:
+            self._harvesting[job] = on
         self._wake.set()
         return not fault
 
@@ -103,13 +100,10 @@ class JobSwitches:
 
     def _record(self, key: tuple[JobId, JobSwitch], *, on: bool) -> str:
         """Records the switch; returns the fault, "" on success."""
-        job, switch = key
+        (job, switch), state = key, self._state
+        record = state.use_dedicated if switch is JobSwitch.DEDICATED else state.set_harvesting
         try:
-            match switch:
-                case JobSwitch.HARVESTING:
-                    self._state.set_harvesting(job, enabled=on)
-                case JobSwitch.DEDICATED:
-                    self._state.use_dedicated(job, enabled=on)
+            record(job, enabled=on)
         except sqlite3.Error as error:
             return str(error)
         return ""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -28,7 +28,7 @@ class JobVersions:
         self,
         fleet: EngineFleet,
         staging: VersionStaging,
-        turns: JobTurns,
+        turns: Mapping[JobId, JobTurns],
         state: SchedulerState,
         clock: Clock,
         *,
@@ -97,7 +97,7 @@ class JobVersions:
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
                 # A trainer that goes on after this would get the other run's samples.
-                await self._turns.end_run(job, f"the job's last publish was refused: {refusal}")
+                await self._turns[job].end_run(f"the job's last publish was refused: {refusal}")
                 raise Stale(refusal)
             if self._takes_engines(job):
                 due = partial(self._takes_engines, job)
@@ -113,7 +113,7 @@ class JobVersions:
             self._observe(published, record)
             self._owners.note(job, store)
             if resumes:
-                self._turns.begin_run(job)
+                self._turns[job].begin_run()
             if new:
                 self._announced_s[job] = self._clock.now()
                 line = "job %s: version %d of store %s is announced%s"

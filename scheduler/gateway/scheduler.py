@@ -94,9 +94,11 @@ class Scheduler:
             on_lease_refused=self.harvest.refused,
         )
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
-        self.turns = JobTurns(
-            self.ledgers, fleet, runner, dispatcher, self.answered, state, metrics, clock, times
-        )
+        shared = runner, registry, dispatcher, self.answered, state, metrics, clock
+        self.turns = {
+            job: JobTurns(ledger, *shared, rejoin_s=times.rejoin_s)
+            for job, ledger in self.ledgers.items()
+        }
         self.pauses = JobPauses(fleet, self.turns, dispatcher, clock)
         staging = VersionStaging(fleet, metrics, clock, stage_s=times.stage_s)
         self.versions = JobVersions(
@@ -216,7 +218,8 @@ class Scheduler:
             steps.callback(self._render.close)
             steps.push_async_callback(self.harvest.release_all)
             steps.push_async_callback(self._end_loops)
-            steps.push_async_callback(self.turns.close)
+            for turns in self.turns.values():
+                steps.push_async_callback(turns.close)
             steps.callback(self.runner.close)
 
     async def _end_loops(self) -> None:

@@ -8,8 +8,8 @@ from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
-from scheduler.gateway.policy.course import FirstTokens
 from scheduler.gateway.policy.versions_events import TimePassed
+from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
@@ -23,18 +23,17 @@ class StallWatch:
         fleet: EngineFleet,
         probing: EngineProbing,
         dispatcher: Dispatcher,
+        blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         timeouts: Timeouts,
-        first_tokens: FirstTokens,
-        metrics: GatewayMetrics,
     ) -> None:
-        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
-        self._first_tokens = first_tokens
+        self._first_tokens = blame.first_tokens
         self._metrics = metrics
 
     async def run(self) -> None:

@@ -57,9 +57,7 @@ class TurnRunner:
         self._max_attempts = max_attempts
         self._closing = False
         self._blame = blame
-        self.stalls = StallWatch(
-            fleet, probing, dispatcher, clock, timeouts, blame.first_tokens, metrics
-        )
+        self.stalls = StallWatch(fleet, probing, dispatcher, blame, metrics, clock, timeouts)
         self._attempts = AttemptRunner(
             fleet,
             probing,

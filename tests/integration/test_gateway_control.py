@@ -218,7 +218,7 @@ async def test_a_pause_that_waits_returns_once_the_job_is_resumed() -> None:
         async with asyncio.timeout(2.0):
             assert (await pause)[0] == 200
         assert not running.done()
-        await gateway.scheduler.turns.abort(JobId("job"), None)
+        await gateway.scheduler.turns[JobId("job")].abort()
         assert (await running)[0] == 200
 
 
@@ -230,7 +230,7 @@ async def test_an_abort_right_after_a_cut_ends_the_turn() -> None:
             for one in tuple(member.running):
                 one.cut(Cut.SWITCH)
         async with asyncio.timeout(2.0):
-            assert await gateway.scheduler.turns.abort(JobId("job"), None) == 1
+            assert await gateway.scheduler.turns[JobId("job")].abort() == 1
         assert (await running)[1]["finish_reason"] == "abort"
 
 

@@ -110,7 +110,7 @@ class SglangRoutes:
             await in_shares(self._admit(job, sent.generate(each, i)) for i, each in enumerate(ids))
         )
         trajectory = trajectory_of(request, sent.name, sent.session)
-        async with follow(self._scheduler.turns, job, trajectory, turns, name=sent.name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, turns, name=sent.name) as samples:
             if sent.stream:
                 return await self._stream(request, sent, samples)
             await samples.results()

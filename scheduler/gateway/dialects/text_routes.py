@@ -107,7 +107,7 @@ class TextRoutes:
         )
         turns = await turns_of(prompts)
         trajectory = trajectory_of(request, text.turn_name, text.session)
-        async with follow(self._scheduler.turns, job, trajectory, turns, name=text.name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, turns, name=text.name) as samples:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()

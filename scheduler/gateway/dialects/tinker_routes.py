@@ -36,8 +36,8 @@ from scheduler.gateway.dialects.text_logprobs import (
 )
 from scheduler.gateway.dialects.text_routes import Admit
 from scheduler.gateway.job_paths import route_of
+from scheduler.gateway.job_turns import IdInUse
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY
 from scheduler.gateway.requests import MAX_LOGPROBS
 from scheduler.gateway.samples import follow, samples_of
@@ -157,7 +157,7 @@ class TinkerRoutes:
         """The samples' reply as protobuf. Raises the errors of serving a turn."""
         trajectory = trajectory_of(request, name)
         parts = samples_of(generate)
-        async with follow(self._scheduler.turns, job, trajectory, parts, name=name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, parts, name=name) as samples:
             choices = await in_shares(turn.choice() for turn in await samples.results())
             scores = samples.prompt_scores(0)
         for choice in choices:
