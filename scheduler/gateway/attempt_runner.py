@@ -37,7 +37,7 @@ from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import DispatchTurn, TurnCleared, TurnLeft
 from scheduler.gateway.policy.turn import FINISHED, Turn
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
 
@@ -117,9 +117,9 @@ class AttemptRunner:
             if not running.tokens and running.why_cut is None:
                 # The turn never ran there: a refusal or a lost call is simply retried.
                 course.interruption = ""
-            paused = running.why_cut is Cut.PAUSE
+            paused = running.why_cut is CutReason.PAUSE
             course.attempted(tokens=running.tokens or paused, began_s=running.began_s)
-            if running.why_cut is Cut.STALL:
+            if running.why_cut is CutReason.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
             self._metrics.attempt_ended(turn, member.engine, running.tokens)
@@ -128,7 +128,7 @@ class AttemptRunner:
                     turn=turn.key,
                     tokens=running.tokens,
                     seconds=self._clock.now() - running.began_s - running.paused_s,
-                    stalled=running.why_cut is Cut.STALL,
+                    stalled=running.why_cut is CutReason.STALL,
                     refused_s=None if running.tokens else running.refused_s,
                 )
             )
@@ -147,7 +147,7 @@ class AttemptRunner:
     ) -> None:
         assert running.task is not None
         engine, why = member.engine.engine, "aborted"
-        course.interruption = Cut.ENGINE
+        course.interruption = CutReason.ENGINE
         try:
             await running.task
             pause_s, course.interruption = _ABORTED_PAUSE_S, "abort"
@@ -158,15 +158,15 @@ class AttemptRunner:
                 running.task.cancel()
                 raise
             turn.lose(attempt)
-            if running.why_cut is Cut.END and not turn.ended:
+            if running.why_cut is CutReason.END and not turn.ended:
                 turn.end(FinishReason.ABORT)
             course.why = f"{engine}: {running.why_cut}"
-            course.interruption = "" if running.why_cut is Cut.PAUSE else running.why_cut
+            course.interruption = "" if running.why_cut is CutReason.PAUSE else running.why_cut
             return
         except Stale:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
-            course.interruption = Cut.LEASE
+            course.interruption = CutReason.LEASE
             self._on_lease_refused(member)
             return
         except EngineBusy as error:
@@ -204,7 +204,7 @@ class AttemptRunner:
             # Another engine in its place has seen nothing of the request.
             running.reached = not isinstance(error, EngineChanged)
             if isinstance(error, EngineChanged) and error.change is Change.WEIGHTS:
-                course.interruption = Cut.WEIGHTS
+                course.interruption = CutReason.WEIGHTS
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
             change = await self._probing.attempt_broke(member, error, began_s=running.began_s)

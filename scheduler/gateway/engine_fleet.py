@@ -38,7 +38,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsEffect,
 )
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.version_switching import VersionSwitching
 from scheduler.model import Engine, EngineKind, Lease
 
@@ -118,13 +118,13 @@ class EngineFleet:
         if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
             _log.warning("engine %s is not served: %s", member.engine.engine, fault)
 
-    def down(self, member: FleetMember, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
+    def down(self, member: FleetMember, fault: str, *, cut: CutReason = CutReason.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
         if not member.up:
             return
-        if cut is Cut.DOUBT:
+        if cut is CutReason.DOUBT:
             member.doubted = member.lost()
-        if cut in (Cut.ENGINE, Cut.DOUBT):
+        if cut in (CutReason.ENGINE, CutReason.DOUBT):
             self._blame.died(
                 member.engine.engine,
                 member.lost(),
@@ -134,7 +134,7 @@ class EngineFleet:
             )
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses, member.log.fault = member.losses + 1, fault
-        if cut is not Cut.LEASE:  # A lease's end is logged already.
+        if cut is not CutReason.LEASE:  # A lease's end is logged already.
             self.log_state(member)
         member.is_described, member.seen_context_tokens, member.held_tokens = False, 0, 0
         member.streak.succeed()
@@ -182,12 +182,12 @@ class EngineFleet:
                 self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
                 for running in tuple(member.running):
                     if running.turn.job == job:
-                        running.cut(Cut.PERMIT)
+                        running.cut(CutReason.PERMIT)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)
         if member is not None:
-            self.down(member, reason, cut=Cut.LEASE)
+            self.down(member, reason, cut=CutReason.LEASE)
             del self.members[engine]
             member.client.close()
             self.review_contexts()
@@ -275,9 +275,9 @@ class EngineFleet:
             pin = running.turn.pin
             goes_on = running.turn.job == target.job and pin.exact is None
             if goes_on and pin.admits(target.version):
-                running.cut(Cut.SWITCH)
+                running.cut(CutReason.SWITCH)
             elif effect.cut_exact:
-                running.cut(Cut.END)
+                running.cut(CutReason.END)
         if not member.running:
             self.switching.observe(EngineEmptied(engine=effect.engine))
 
@@ -342,7 +342,7 @@ class EngineFleet:
                 and self.registry.is_serving(other.engine.engine)
                 and (fault := self.registry.review_clash(other))
             ):
-                self.down(other, fault, cut=Cut.CLASH)
+                self.down(other, fault, cut=CutReason.CLASH)
                 self.review_contexts()
 
     async def _numerics(self, member: FleetMember) -> str:

@@ -11,7 +11,7 @@ from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 
 _LATE_FOR_S = 5.0
 """Time after which an event loop that was late is not taken for the cause of a timeout."""
@@ -27,11 +27,11 @@ class EngineProbing:
     async def run(self, *, period_s: float) -> None:
         """Bring engines that answer into the fleet and give failed updates their next try."""
         while True:
-            await self._look()
+            await self._probe()
             self._fleet.switching.observe(TimePassed())
             await asyncio.sleep(period_s)
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         fleet, now = self._fleet, self._clock.now()
         members = fleet.members.values()
         waiting = [m for m in members if not m.up and now >= m.foreign_changes.until_s]
@@ -80,10 +80,10 @@ class EngineProbing:
                 # each on a trial of its own, would keep the loop late.
                 return Change.NONE
             case Change.UNKNOWN:
-                self._fleet.down(member, str(error), cut=Cut.DOUBT)
+                self._fleet.down(member, str(error), cut=CutReason.DOUBT)
             case Change.NONE if streams:
                 fault = f"it breaks stream upon stream: {error}"
-                self._fleet.down(member, fault, cut=Cut.STREAMS)
+                self._fleet.down(member, fault, cut=CutReason.STREAMS)
         return change
 
     def was_late(self) -> None:
@@ -111,4 +111,4 @@ class EngineProbing:
             "engine and remove it from all other configurations"
         )
         member.foreign_changes.seen(now=self._clock.now())
-        self._fleet.down(member, fault, cut=Cut.WEIGHTS)
+        self._fleet.down(member, fault, cut=CutReason.WEIGHTS)

@@ -12,7 +12,7 @@ from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.job_turns import JobTurns
 from scheduler.gateway.policy.routing_events import JobPaused
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class JobPauses:
             ]
             if cut:
                 for running in on_engines:
-                    running.cut(Cut.PAUSE)
+                    running.cut(CutReason.PAUSE)
             if not on_engines:
                 return
             over = asyncio.ensure_future(_all_over(on_engines))

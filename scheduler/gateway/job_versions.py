@@ -119,7 +119,7 @@ class JobVersions:
                 line = "job %s: version %d of store %s is announced%s"
                 _log.info(line, job, version, store, "" if serves else "; the job is not active")
             if serves:
-                await self._settle(target, patience_s=SHOWN_S)
+                await self._until_served(target, patience_s=SHOWN_S)
         return policy.switch_states(job, version) if self._fleet.registry.shows_engines(job) else {}
 
     async def activate(
@@ -146,7 +146,7 @@ class JobVersions:
             target = policy.target
             assert target is not None
             try:
-                await self._settle(target, patience_s=self._patience_s(job))
+                await self._until_served(target, patience_s=self._patience_s(job))
             except (Exhausted, Stale) as error:
                 active = f"job {job} is active; " * self.is_active(job)
                 raise Exhausted(f"{active}{error}") from error
@@ -177,7 +177,7 @@ class JobVersions:
         """Time for which the job's newest version may yet come to be seen by engines."""
         return self._announced_s.get(job, -math.inf) + SHOWN_S - self._clock.now()
 
-    async def _settle(self, target: JobVersion, *, patience_s: float) -> None:
+    async def _until_served(self, target: JobVersion, *, patience_s: float) -> None:
         if not await self._fleet.switching.settled(
             target, timeout_s=self._publish_s, patience_s=patience_s
         ):

@@ -10,7 +10,7 @@ from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
 
@@ -48,9 +48,9 @@ class StallWatch:
             if late_s > WATCH_S:
                 self._probing.was_late()
             self._dispatcher.observe(TimePassed())
-            self._look(late_s)
+            self._cut_stalled(late_s)
 
-    def _look(self, late_s: float) -> None:
+    def _cut_stalled(self, late_s: float) -> None:
         """Apart from `run`, whose frame would keep the last turn until the next."""
         moving = 0
         for member in tuple(self._fleet.members.values()):
@@ -74,5 +74,5 @@ class StallWatch:
             avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
             stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
         if stalls:
-            running.cut(Cut.STALL)
+            running.cut(CutReason.STALL)
         return stalls

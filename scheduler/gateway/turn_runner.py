@@ -26,7 +26,7 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stall_watch import WATCH_S, StallWatch
 
@@ -189,4 +189,4 @@ class TurnRunner:
         self._dispatcher.close()
         for member in self._fleet.members.values():
             for running in tuple(member.running):
-                running.cut(Cut.SHUTDOWN)
+                running.cut(CutReason.SHUTDOWN)

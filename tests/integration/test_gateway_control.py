@@ -13,7 +13,7 @@ from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.gateway_status import render_metrics
 from scheduler.gateway.policy.versions_events import TimePassed
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 
@@ -228,7 +228,7 @@ async def test_an_abort_right_after_a_cut_ends_the_turn() -> None:
         await gateway.until_tokens(2)
         for member in gateway.scheduler.fleet.members.values():
             for one in tuple(member.running):
-                one.cut(Cut.SWITCH)
+                one.cut(CutReason.SWITCH)
         async with asyncio.timeout(2.0):
             assert await gateway.scheduler.turns[JobId("job")].abort() == 1
         assert (await running)[1]["finish_reason"] == "abort"

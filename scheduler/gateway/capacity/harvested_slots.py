@@ -46,7 +46,7 @@ from scheduler.gateway.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from scheduler.model import Lease
 
 _log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class HarvestedSlots:
         The guest may read a new grant later than its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.
         """
-        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
+        self._fleet.down(member, "refused the lease epoch", cut=CutReason.LEASE)
         if member.lease is not None:
             self._doubted.add(member.lease.lease)
             self._wake.set()

@@ -29,7 +29,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsConfig,
 )
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.model import Engine, EngineKind
 from tests.unit.scheduler.gateway.registry import registry_of
 from tests.virtual_clock import VirtualClock
@@ -135,7 +135,7 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
     await asyncio.gather(*fleet._tasks)
     assert (first.up, guest.up) == (True, False)
     assert "vocabulary 32, not 64" in guest.fault
-    assert running.why_cut is Cut.CLASH
+    assert running.why_cut is CutReason.CLASH
     assert running.course.deaths == 0, "it did not die"
     await fleet.close()
     await asyncio.sleep(0)

@@ -32,7 +32,7 @@ from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from scheduler.model import Engine, Lease
 from tests.unit.scheduler.gateway.registry import registry_of
 
@@ -75,8 +75,8 @@ class Fleet:
     def hold(self, _engine: EngineId, *, held: bool) -> bool:
         return held
 
-    def down(self, _member: object, _fault: str, *, cut: Cut) -> None:
-        assert cut is Cut.LEASE
+    def down(self, _member: object, _fault: str, *, cut: CutReason) -> None:
+        assert cut is CutReason.LEASE
 
     def review_contexts(self) -> None: ...
 
