@@ -8,7 +8,7 @@ from collections.abc import Callable
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.engine_control import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.gateway_metrics import GatewayMetrics

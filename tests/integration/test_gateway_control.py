@@ -9,7 +9,7 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.gateway import job_versions, version_staging
 from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
-from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.engine_control import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.gateway_status import render_metrics
 from scheduler.gateway.policy.versions_events import TimePassed
