@@ -293,7 +293,7 @@ class EngineFleet:
             member.description = await member.client.switch(
                 HeldWeights(effect.store, effect.version, effect.state_hash),
                 timeout_s=self._update_s,
-                adapter=self.registry.adapter_of(effect.job),
+                adapter=self.registry.jobs[effect.job].adapter,
             )
             member.numerics = member.engine.numerics or await self._numerics(member)
             fault = self.registry.review_clash(member) or self._other_run(member, effect)

@@ -46,19 +46,15 @@ class EngineRegistry:
             and not self.versions.fails(engine)
         )
 
-    def adapter_of(self, job: JobId) -> str | None:
-        """Name of the job's LoRA adapter, where its store holds adapters."""
-        return self.jobs[job].adapter
-
     def model_names(self, job: JobId) -> set[str]:
         """Model names that a request of the job may use. The base of its adapter is none of them,
         since engines answer with the adapter."""
-        adapter = self.adapter_of(job)
+        adapter = self.jobs[job].adapter
         return {job, adapter} if adapter else {job, *self.models()}
 
     def may_meet_other_models(self, job: JobId) -> bool:
         """Whether no engine's model is known yet, though there are engines to come."""
-        known = self.adapter_of(job) or self.models()
+        known = self.jobs[job].adapter or self.models()
         return not known and bool(self.members or self._offers.agents)
 
     def models(self) -> set[str]:

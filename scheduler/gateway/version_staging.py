@@ -123,7 +123,7 @@ class VersionStaging:
         reply = await member.client.stage(
             HeldWeights(target.store, target.version),
             timeout_s=self.stage_s,
-            adapter=self._fleet.registry.adapter_of(target.job),
+            adapter=self._fleet.registry.jobs[target.job].adapter,
             # Asked after its switch, a guest would prepare the version again.
             goes_on=lambda: member.up and self._is_next(target),
         )
