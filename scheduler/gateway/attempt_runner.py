@@ -68,11 +68,7 @@ class AttemptRunner:
         self._timeouts = timeouts
         self._metrics = metrics
         self._on_lease_refused = on_lease_refused
-        silences_s = (
-            *(timeouts.stall_s, timeouts.guest_stall_s),
-            *(timeouts.guest_tail_stall_s, timeouts.silence_s),
-        )
-        self._together_s = min(silences_s) / 10
+        self._together_s = timeouts.shortest_silence_s / 10
 
     async def run(
         self,
@@ -90,12 +86,10 @@ class AttemptRunner:
         there = self._fleet.members.get(engine)
         unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
         paused = self._dispatcher.policy.is_paused(turn.job)
-        if unlike or paused or engine in unfit_for(turn, self._fleet.members):
-            # The engine joined or changed while the turn waited, or the job was paused.
-            self._dispatcher.observe(TurnLeft(turn=turn.key))
-            return
-        member = self._fleet.began(engine, running, placed.version)
+        unfit = unlike or paused or engine in unfit_for(turn, self._fleet.members)
+        member = None if unfit else self._fleet.began(engine, running, placed.version)
         if member is None:
+            # The engine left, joined or changed while the turn waited, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self._blame.began(running, engine, now)
@@ -109,7 +103,7 @@ class AttemptRunner:
                 resumes=member.resumes,
             )
             running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
-            await self._outcome(turn, attempt, running, member, course)
+            await self._outcome(running, attempt, member)
         finally:
             if turn.finish_reason not in (None, FinishReason.ABORT):
                 self._cleared(turn, self._blame.served(running, engine))
@@ -138,14 +132,11 @@ class AttemptRunner:
             running.task = None
 
     async def _outcome(
-        self,
-        turn: Turn,
-        attempt: Attempt,
-        running: RunningAttempt,
-        member: FleetMember,
-        course: TurnCourse,
+        self, running: RunningAttempt, attempt: Attempt, member: FleetMember
     ) -> None:
+        """Waits for the end of its stream, and takes it in."""
         assert running.task is not None
+        turn, course = running.turn, running.course
         engine, why = member.engine.engine, "aborted"
         course.interruption = CutReason.ENGINE
         try:

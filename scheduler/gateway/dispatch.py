@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from harvester.contracts.clock import Clock
@@ -11,7 +11,7 @@ from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.rollouts import GenerateRequest
 from harvester.platform.tenant_shares import Pressure
 from scheduler.gateway.engine_registry import EngineRegistry
-from scheduler.gateway.policy.course import EngineWait
+from scheduler.gateway.policy.course import EngineWait, TurnCourse
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -91,29 +91,19 @@ class Dispatcher:
     async def place(
         self,
         turn: Turn,
+        course: TurnCourse,
         *,
-        resumed: bool,
-        wait: EngineWait,
-        suspect: str = "",
-        avoid: tuple[EngineId, ...] = (),
+        avoid: Iterable[EngineId] = (),
         unfit: Collection[EngineId] = (),
         until_s: float = math.inf,
-        pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
         """Waits for a place on an engine until `until_s`, then returns None; a call with the same
-        `wait` keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
+        wait keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
 
         Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
-        count), or whose pin no engine met by `pin_until_s`.
+        count), or whose pin no engine met in time.
         """
-        arrived = arrival(
-            turn,
-            resumed=resumed,
-            since_s=wait.since_s,
-            suspect=suspect,
-            avoid=avoid,
-            pin_until_s=pin_until_s,
-        )
+        arrived, wait = arrival(turn, course, avoid), course.wait
         if wait.since_s is None:
             wait.since_s = wait.servable_s = self._clock.now()
         waiting = asyncio.get_running_loop().create_future()
@@ -181,8 +171,8 @@ class Dispatcher:
             with suppress(Exception):
                 self.observe(TurnWithdrawn(turn=turn))
 
-    def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
-        arrived = arrival(turn, resumed=True, avoid=avoid)
+    def other_places(self, turn: Turn, *, avoid: Iterable[EngineId]) -> int:
+        arrived = arrival(turn, TurnCourse(resumed=True), avoid)
         return self.policy.other_places(arrived, now=self._clock.now())
 
     def _give_up(self, turn: str, waiting: asyncio.Future[DispatchTurn | RefuseTurn]) -> None:
@@ -198,15 +188,7 @@ def context_tokens(request: GenerateRequest) -> int:
     return len(request.token_ids) + request.sampling_params.max_tokens
 
 
-def arrival(
-    turn: Turn,
-    *,
-    resumed: bool,
-    since_s: float | None = None,
-    suspect: str = "",
-    avoid: tuple[EngineId, ...] = (),
-    pin_until_s: float = math.inf,
-) -> TurnArrived:
+def arrival(turn: Turn, course: TurnCourse, avoid: Iterable[EngineId] = ()) -> TurnArrived:
     return TurnArrived(
         turn=turn.key,
         trajectory=turn.trajectory,
@@ -215,10 +197,10 @@ def arrival(
         context_tokens=context_tokens(turn.request),
         exact=turn.pin.exact,
         minimum=turn.pin.minimum,
-        pin_until_s=pin_until_s,
+        pin_until_s=course.pin_until_s,
         numerics=turn.needed_numerics,
-        resumed=resumed,
-        since_s=since_s,
-        suspect=suspect,
-        avoid=avoid,
+        resumed=course.resumed,
+        since_s=course.wait.since_s,
+        suspect=course.suspect,
+        avoid=tuple(sorted(avoid)),
     )

@@ -163,6 +163,11 @@ class Timeouts(FrozenSettings):
     agent_s: Seconds = 2.0
     """Time limit of one call of an agent."""
 
+    @property
+    def shortest_silence_s(self) -> float:
+        """Least silence of an engine that may move a turn, in s."""
+        return min(self.stall_s, self.guest_stall_s, self.guest_tail_stall_s, self.silence_s)
+
     def moved_after_s(self, kind: EngineKind, *, tail: bool) -> float:
         """The silence after which a turn leaves an engine of this kind if another has room, in
         s."""

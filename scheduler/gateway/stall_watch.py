@@ -71,7 +71,7 @@ class StallWatch:
             stall_s, usual_first_token_s=usual_s
         ):
             unfit = unfit_for(running.turn, self._fleet.members)
-            avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
+            avoid = running.course.avoids(now=now).keys() | unfit
             stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
         if stalls:
             running.cut(CutReason.STALL)

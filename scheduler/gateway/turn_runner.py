@@ -151,14 +151,7 @@ class TurnRunner:
         unfit = unfit_for(turn, self._fleet.members) | course.too_short
         avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
         placed = await self._dispatcher.place(
-            turn,
-            resumed=course.resumed,
-            wait=course.wait,
-            suspect=suspect,
-            avoid=tuple(sorted(avoid)),
-            unfit=unfit,
-            until_s=min(avoid.values(), default=math.inf),
-            pin_until_s=course.pin_until_s,
+            turn, course, avoid=avoid, unfit=unfit, until_s=min(avoid.values(), default=math.inf)
         )
         # A request of the same content may have failed engines while this one waited.
         now = self._clock.now()

@@ -11,7 +11,7 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.fleet_member import FleetMember
-from scheduler.gateway.policy.course import EngineWait
+from scheduler.gateway.policy.course import EngineWait, TurnCourse
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -71,9 +71,7 @@ def offer(engine: EngineId) -> EngineOffered:
 async def place(dispatcher: Dispatcher, name: str, wait: EngineWait, for_s: float) -> Any:
     until_s = MonotonicClock().now() + for_s
     avoid = (EngineId("away"),)
-    return await dispatcher.place(
-        turn(name), resumed=False, wait=wait, avoid=avoid, until_s=until_s
-    )
+    return await dispatcher.place(turn(name), TurnCourse(wait=wait), avoid=avoid, until_s=until_s)
 
 
 async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_looked_at(
@@ -104,13 +102,11 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
     dispatcher.observe(offer(unfit))
     until_s = MonotonicClock().now() + 10 * QUEUE_S
     placed = await dispatcher.place(
-        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), unfit={unfit}, until_s=until_s
+        turn("t"), TurnCourse(), avoid=(unfit,), unfit={unfit}, until_s=until_s
     )
     assert isinstance(placed, RefuseTurn)
     assert placed.refusal is Refusal.UNSERVED
-    waits = dispatcher.place(
-        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), until_s=until_s
-    )
+    waits = dispatcher.place(turn("t"), TurnCourse(), avoid=(unfit,), until_s=until_s)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2 * QUEUE_S):
             await waits
