@@ -18,8 +18,7 @@ from scheduler.gateway.capacity.agent_offers import AgentOffers
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.capacity.job_demands import JobDemands
-from scheduler.gateway.dialects.render_endpoints import RenderEndpoints
-from scheduler.gateway.dialects.renderer import Renderer
+from scheduler.gateway.dialects.renderer import RenderEndpoints, Renderer
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,12 +24,13 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
-from scheduler.gateway.dialects.render_endpoints import RenderEndpoints
 from scheduler.gateway.dialects.text_dialect import Body, Dialect
-from scheduler.gateway.engines.engine_connections import ConnectionFailed
+from scheduler.gateway.engine_registry import EngineRegistry
+from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.settings import Timeouts
+from scheduler.gateway.settings import RendererSettings, Timeouts
+from scheduler.model import EngineKind
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64
@@ -85,6 +86,53 @@ class _Rendered(msgspec.Struct):
 
 class _Tokenized(msgspec.Struct):
     tokens: tuple[int, ...]
+
+
+class RenderEndpoint(NamedTuple):
+    """A process that renders."""
+
+    connections: EngineConnections
+    short_tokens: int = 0
+    """The renderer's context if another's is longer, for requests too long for it; else 0."""
+
+
+class RenderEndpoints:
+    """The processes that render: those that are configured, else the dedicated engines."""
+
+    def __init__(
+        self, renderers: Sequence[RendererSettings], registry: EngineRegistry, *, connect_s: float
+    ) -> None:
+        self._configured = [
+            EngineConnections(given.url, connect_s=connect_s, credentials=given)
+            for given in renderers
+        ]
+        self._registry = registry
+
+    def in_order(self) -> list[RenderEndpoint]:
+        """The configured renderers; without any, the dedicated engines that are up, the longest
+        context first. Raises Exhausted without an engine."""
+        if self._configured:
+            return [*map(RenderEndpoint, self._configured)]
+        members = self._registry.members.values()
+        engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
+        if not engines:
+            raise Exhausted(
+                "text cannot be rendered: no renderer or dedicated engine is configured"
+            )
+        engines.sort(key=lambda each: -each.context_tokens)
+        longest = engines[0].context_tokens
+        return [
+            RenderEndpoint(
+                each.client.connections,
+                short_tokens=each.context_tokens if each.context_tokens < longest else 0,
+            )
+            for each in engines
+            if each.up
+        ]
+
+    def close(self) -> None:
+        for connections in self._configured:
+            connections.close()
 
 
 class _Away(Interrupted):

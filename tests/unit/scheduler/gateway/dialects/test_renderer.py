@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
-from scheduler.gateway.dialects.render_endpoints import RenderEndpoint
 from scheduler.gateway.dialects.renderer import (
+    RenderEndpoint,
     Renderer,
     RendererFault,
     RenderRefused,
