@@ -19,11 +19,7 @@ from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.fleet_member import FleetMember, numerics_of
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.engine_health import EngineLog
-from scheduler.gateway.policy.routing_events import (
-    ContextLimited,
-    EngineOffered,
-    EngineWithdrawn,
-)
+from scheduler.gateway.policy.routing_events import ContextLimited, EngineOffered, EngineWithdrawn
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,

@@ -20,11 +20,7 @@ from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
-from harvester.contracts.wire.rollouts import (
-    GENERATE_ROUTE,
-    AnnouncedVersion,
-    VersionSwitched,
-)
+from harvester.contracts.wire.rollouts import GENERATE_ROUTE, AnnouncedVersion, VersionSwitched
 from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.platform.http_kit import (
     COUNT_READ,

@@ -11,19 +11,12 @@ from scheduler.gateway.attempt_runner import AttemptRunner
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.engines.engine_faults import (
-    RequestRefused,
-)
+from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.fleet_member import FleetMember, unfit_for
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import output_fields
 from scheduler.gateway.policy.course import TurnCourse
-from scheduler.gateway.policy.routing_events import (
-    DispatchTurn,
-    Refusal,
-    RefuseTurn,
-    TurnLeft,
-)
+from scheduler.gateway.policy.routing_events import DispatchTurn, Refusal, RefuseTurn, TurnLeft
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import CutReason
