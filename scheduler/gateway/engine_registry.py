@@ -17,10 +17,7 @@ _FAULT_CHARS = 200
 
 class EngineRegistry:
     def __init__(
-        self,
-        versions: VersionPolicy,
-        jobs: Mapping[JobId, GatewayJobSettings],
-        offers: AgentOffers,
+        self, versions: VersionPolicy, jobs: Mapping[JobId, GatewayJobSettings], offers: AgentOffers
     ) -> None:
         """`offers`: their guests may yet be leased."""
         self.versions = versions

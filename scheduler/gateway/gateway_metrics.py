@@ -70,9 +70,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.service_budget = self._gauge(
-            "service_misses",
-            "Misses of 28 days: budget, spent, outstanding.",
-            ["service", "part"],
+            "service_misses", "Misses of 28 days: budget, spent, outstanding.", ["service", "part"]
         )
         self.answers_bytes = self._gauge("answers_kept_bytes", "Memory of answers kept.", [])
         self.unrecorded = self._gauge(

@@ -238,10 +238,7 @@ class JobTurns:
             await self._cancel(next(iter(self._open.values())))
 
     def _begin(
-        self,
-        request: GenerateRequest,
-        trajectory: TrajectoryId,
-        part_of: ClientRequest,
+        self, request: GenerateRequest, trajectory: TrajectoryId, part_of: ClientRequest
     ) -> _Open:
         newest = self._versions.newest(self._job)
         turn = self._ledger.open(request, trajectory=trajectory, newest=newest)

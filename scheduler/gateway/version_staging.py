@@ -28,12 +28,7 @@ class VersionStaging:
     runs before it begins the next."""
 
     def __init__(
-        self,
-        fleet: EngineFleet,
-        metrics: GatewayMetrics,
-        clock: Clock,
-        *,
-        stage_s: float,
+        self, fleet: EngineFleet, metrics: GatewayMetrics, clock: Clock, *, stage_s: float
     ) -> None:
         """`stage_s`: longest wait for engines that prepare a version while they sample."""
         self._fleet = fleet

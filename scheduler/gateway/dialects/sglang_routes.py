@@ -94,13 +94,7 @@ class SglangRoutes:
             "weight_transfer_config": None,
         }
 
-    @Route(
-        "POST /generate",
-        "SGLang's",
-        answers=Body | list[Body],
-        refuses=(*SAMPLES, 502),
-        **TURN,
-    )
+    @Route("POST /generate", "SGLang's", answers=Body | list[Body], refuses=(*SAMPLES, 502), **TURN)
     async def _generate(self, job: JobId, request: web.Request, body: Body) -> web.StreamResponse:
         if self._scheduler.jobs[job].adapter and not body.get("lora_path", job):
             raise PeerProtocolError(f"lora_path: job {job} serves its adapter, not the base")

@@ -142,11 +142,7 @@ class TinkerRoutes:
             work = self._served(job, request, name, generate, body)
             keep = partial(self._open_bodies.keeping, tenant)
             self._promises[job, name] = _Promise(
-                asyncio.ensure_future(work),
-                digest,
-                held,
-                request[HELD_BODY].pop_all(),
-                keep,
+                asyncio.ensure_future(work), digest, held, request[HELD_BODY].pop_all(), keep
             )
         sequences = [f"{name}.{index}" for index in range(generate.sampling_params.n)]
         return {"request_id": name, "sample_sequence_ids": sequences}
