@@ -137,7 +137,7 @@ class Dispatcher:
             since_s, job = self._clock.now(), arrived.job
             barred = self.policy.is_paused(job) or (
                 not self._registry.may_use_dedicated(job)
-                and not self.policy.may_serve(arrived, unfit=unfit)
+                and not self.policy.engines.may_serve(arrived, unfit=unfit)
             )
             left_s = max(0.0, until_s - since_s)
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
@@ -146,7 +146,7 @@ class Dispatcher:
             if done:
                 return waiting.result()
             deferred = self.policy.defers(arrived.turn)
-            may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
+            may_serve = deferred or self.policy.engines.may_serve(arrived, unfit=unfit)
             if may_serve or not self._registry.may_use_dedicated(job):
                 wait.servable_s = now
             if now - wait.servable_s >= self._queue_s:

@@ -88,7 +88,7 @@ def _engine(scheduler: Scheduler, member: FleetMember) -> GatewayEngine:
         version=policy.version(engine.engine),
         concurrency=engine.concurrency,
         open_turns=len(member.running),
-        s_per_token_alone=scheduler.dispatcher.policy.s_per_token_alone(engine.engine),
+        s_per_token_alone=scheduler.dispatcher.policy.engines.s_per_token_alone(engine.engine),
         epoch=member.lease.epoch if member.lease else None,
         numerics=member.numerics,
         identity=member.client.identity,

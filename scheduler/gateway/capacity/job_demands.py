@@ -36,7 +36,7 @@ class JobDemands:
                 running=routing.open_turns_of(job),
                 dedicated_places=places if self._registry.may_use_dedicated(job) else 0,
                 dispatched=dict(self._dispatcher.dispatched) if job == active else {},
-                s_per_token=routing.speeds() if job == active else {},
+                s_per_token=routing.engines.speeds() if job == active else {},
             )
             for job, given in self._registry.jobs.items()
         )

@@ -35,10 +35,7 @@ from scheduler.gateway.scheduler import Scheduler
 _ENCODER = msgspec.json.Encoder()
 _DIALECTS = {dialect.route: dialect for dialect in (CHAT, COMPLETION)}
 OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", *_DIALECTS))
-RENDERER_ROUTES = (
-    *(f"{route}/render" for route in _DIALECTS),
-    *("/tokenize", "/detokenize"),
-)
+RENDERER_ROUTES = (*(f"{route}/render" for route in _DIALECTS), *("/tokenize", "/detokenize"))
 """vLLM's own, which the renderer answers."""
 _SAMPLES = (404, 409, 410, 422, 502, 503)
 CHUNK_PERIOD_S = 0.05
