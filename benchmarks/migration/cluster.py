@@ -22,7 +22,7 @@ from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.turn import Turn, TurnCounters
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
@@ -111,7 +111,7 @@ class Cluster:
         body = {"request_id": name, "token_ids": prompt, "sampling_params": sampling}
         request = decode_generate(json.dumps(body).encode())
         left = sorted(moves)
-        causes = chain([Cut.STALL], repeat(Cut.SWITCH))
+        causes = chain([CutReason.STALL], repeat(CutReason.SWITCH))
         timers: list[asyncio.TimerHandle] = []
 
         def on_turn(turn: Turn) -> Any:
@@ -127,8 +127,8 @@ class Cluster:
 
             return moved
 
-        turn, refused = await self.scheduler.generate(
-            JOB, TrajectoryId(name), request, on_turn=on_turn
+        turn, refused = await self.scheduler.turns[JOB].serve(
+            request, trajectory=TrajectoryId(name), on_turn=on_turn
         )
         for timer in timers:
             timer.cancel()
@@ -149,7 +149,7 @@ class Cluster:
         async with self._session.post(f"{self._urls[0]}/detokenize", json=body) as reply:
             return str((await reply.json())["prompt"])
 
-    def _move(self, turn: Turn, causes: Iterator[Cut]) -> None:
+    def _move(self, turn: Turn, causes: Iterator[CutReason]) -> None:
         for member in self.scheduler.fleet.members.values():
             for running in member.running:
                 if isinstance(running, RunningAttempt) and running.turn is turn:

@@ -30,7 +30,7 @@ from benchmarks.migration.model import (
 from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Setting
 from benchmarks.testbed.prerequisites import free_ports
 from scheduler.gateway import running_attempt
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.policy.turn import Turn
 
 CONTEXT_TOKENS = 512
@@ -85,7 +85,7 @@ async def _adapted(root: Path, base: list[list[int]], *, turns: int, seed: int) 
 def output_as_prompt() -> Iterator[None]:
     """The control: turns go on elsewhere as longer prompts, whatever their sampling."""
     with (
-        mock.patch.object(Member, "resumes", False),
+        mock.patch.object(FleetMember, "resumes", False),
         mock.patch.object(Turn, "counts_output", False),
     ):
         yield

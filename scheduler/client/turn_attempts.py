@@ -15,13 +15,7 @@ import msgspec
 from harvester.contracts.wire.leases import SESSION_HEADER
 from harvester.contracts.wire.rollouts import GENERATE_ROUTE, FinishReason, OnInterrupt
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
-from harvester.platform.http_kit import (
-    PASSING,
-    RETRY_AFTER_MAX_S,
-    HttpRefusal,
-    body_of,
-    refusal_of,
-)
+from harvester.platform.http_kit import PASSING, RETRY_AFTER_MAX_S, HttpRefusal, body_of, refusal_of
 from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_connection import GatewayConnection, decoded
 from scheduler.client.gateway_turn import GatewayTurn

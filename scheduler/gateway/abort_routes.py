@@ -67,7 +67,7 @@ class AbortRoutes:
         return await self._abort(job, None if body.abort_all else (body.rid or "",))
 
     async def _abort(self, job: JobId, ids: tuple[str, ...] | None) -> Aborted:
-        return Aborted(await self._scheduler.abort(job, ids and frozenset(ids)))
+        return Aborted(await self._scheduler.turns[job].abort(ids=ids and frozenset(ids)))
 
     @_end("POST /finish_session")
     @_end("POST /close_session")
@@ -78,4 +78,4 @@ class AbortRoutes:
         if not given:
             raise PeerProtocolError("session_id: name the trajectory that has ended")
         trajectory = checked_trajectory(given, request_id="")
-        return Aborted(await self._scheduler.end_trajectory(job, trajectory), "finished")
+        return Aborted(await self._scheduler.turns[job].end_trajectory(trajectory), "finished")

@@ -30,13 +30,14 @@ from scheduler.gateway.engines.engine_faults import (
 )
 from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import Attempt, reasoning_fields
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.routing_events import DispatchTurn, TurnCleared, TurnLeft
 from scheduler.gateway.policy.turn import FINISHED, Turn
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
 
@@ -53,26 +54,21 @@ class AttemptRunner:
         probing: EngineProbing,
         dispatcher: Dispatcher,
         blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         timeouts: Timeouts,
-        on_left: Callable[[Turn, Member, int], None],
-        on_lease_refused: Callable[[Member], None],
+        on_lease_refused: Callable[[FleetMember], None],
     ) -> None:
-        """`on_left`: called with an attempt's tokens when it has ended."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._blame = blame
         self._clock = clock
         self._timeouts = timeouts
-        self._on_left = on_left
+        self._metrics = metrics
         self._on_lease_refused = on_lease_refused
-        silences_s = (
-            *(timeouts.stall_s, timeouts.guest_stall_s),
-            *(timeouts.guest_tail_stall_s, timeouts.silence_s),
-        )
-        self._together_s = min(silences_s) / 10
+        self._together_s = timeouts.shortest_silence_s / 10
 
     async def run(
         self,
@@ -90,12 +86,10 @@ class AttemptRunner:
         there = self._fleet.members.get(engine)
         unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
         paused = self._dispatcher.policy.is_paused(turn.job)
-        if unlike or paused or engine in unfit_for(turn, self._fleet.members):
-            # The engine joined or changed while the turn waited, or the job was paused.
-            self._dispatcher.observe(TurnLeft(turn=turn.key))
-            return
-        member = self._fleet.began(engine, running, placed.version)
+        unfit = unlike or paused or engine in unfit_for(turn, self._fleet.members)
+        member = None if unfit else self._fleet.began(engine, running, placed.version)
         if member is None:
+            # The engine left, joined or changed while the turn waited, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self._blame.began(running, engine, now)
@@ -109,7 +103,7 @@ class AttemptRunner:
                 resumes=member.resumes,
             )
             running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
-            await self._outcome(turn, attempt, running, member, course)
+            await self._outcome(running, attempt, member)
         finally:
             if turn.finish_reason not in (None, FinishReason.ABORT):
                 self._cleared(turn, self._blame.served(running, engine))
@@ -117,18 +111,18 @@ class AttemptRunner:
             if not running.tokens and running.why_cut is None:
                 # The turn never ran there: a refusal or a lost call is simply retried.
                 course.interruption = ""
-            paused = running.why_cut is Cut.PAUSE
+            paused = running.why_cut is CutReason.PAUSE
             course.attempted(tokens=running.tokens or paused, began_s=running.began_s)
-            if running.why_cut is Cut.STALL:
+            if running.why_cut is CutReason.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
-            self._on_left(turn, member, running.tokens)
+            self._metrics.attempt_ended(turn, member.engine, running.tokens)
             self._dispatcher.observe(
                 TurnLeft(
                     turn=turn.key,
                     tokens=running.tokens,
                     seconds=self._clock.now() - running.began_s - running.paused_s,
-                    stalled=running.why_cut is Cut.STALL,
+                    stalled=running.why_cut is CutReason.STALL,
                     refused_s=None if running.tokens else running.refused_s,
                 )
             )
@@ -138,16 +132,13 @@ class AttemptRunner:
             running.task = None
 
     async def _outcome(
-        self,
-        turn: Turn,
-        attempt: Attempt,
-        running: RunningAttempt,
-        member: Member,
-        course: TurnCourse,
+        self, running: RunningAttempt, attempt: Attempt, member: FleetMember
     ) -> None:
+        """Waits for the end of its stream, and takes it in."""
         assert running.task is not None
+        turn, course = running.turn, running.course
         engine, why = member.engine.engine, "aborted"
-        course.interruption = Cut.ENGINE
+        course.interruption = CutReason.ENGINE
         try:
             await running.task
             pause_s, course.interruption = _ABORTED_PAUSE_S, "abort"
@@ -158,15 +149,15 @@ class AttemptRunner:
                 running.task.cancel()
                 raise
             turn.lose(attempt)
-            if running.why_cut is Cut.END and not turn.ended:
+            if running.why_cut is CutReason.END and not turn.ended:
                 turn.end(FinishReason.ABORT)
             course.why = f"{engine}: {running.why_cut}"
-            course.interruption = "" if running.why_cut is Cut.PAUSE else running.why_cut
+            course.interruption = "" if running.why_cut is CutReason.PAUSE else running.why_cut
             return
         except Stale:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
-            course.interruption = Cut.LEASE
+            course.interruption = CutReason.LEASE
             self._on_lease_refused(member)
             return
         except EngineBusy as error:
@@ -204,7 +195,7 @@ class AttemptRunner:
             # Another engine in its place has seen nothing of the request.
             running.reached = not isinstance(error, EngineChanged)
             if isinstance(error, EngineChanged) and error.change is Change.WEIGHTS:
-                course.interruption = Cut.WEIGHTS
+                course.interruption = CutReason.WEIGHTS
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
             change = await self._probing.attempt_broke(member, error, began_s=running.began_s)
@@ -222,7 +213,7 @@ class AttemptRunner:
         self,
         attempt: Attempt,
         running: RunningAttempt,
-        member: Member,
+        member: FleetMember,
         on_tokens: Callable[[], None] | None,
     ) -> None:
         """Ends the turn with the engine's finish; without one the engine aborted it."""
@@ -316,7 +307,7 @@ def _is_too_long(turn: Turn, refused: RequestRefused) -> bool:
     return names_context(str(refused)) and not names_context(fields)
 
 
-def _check_request(turn: Turn, member: Member) -> None:
+def _check_request(turn: Turn, member: FleetMember) -> None:
     """Raises RequestRefused for fields that this engine would misread: token ids beyond its
     vocabulary (the turn may predate the engine), and, before vLLM 0.32, a grammar beside a
     reasoning parser."""

@@ -3,14 +3,15 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.ids import EngineId, JobId
+from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.rollouts import GenerateRequest
 from harvester.platform.tenant_shares import Pressure
-from scheduler.gateway.policy.course import EngineWait
+from scheduler.gateway.engine_registry import EngineRegistry
+from scheduler.gateway.policy.course import EngineWait, TurnCourse
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -33,35 +34,31 @@ class Dispatcher:
     def __init__(
         self,
         policy: RoutingPolicy,
+        registry: EngineRegistry,
         clock: Clock,
         *,
         queue_s: float,
-        waits_for_permit: Callable[[JobId], bool] = lambda _job: False,
-        fault_for: Callable[[JobId], str] = lambda _job: "",
-        on_queued: Callable[[], None] = lambda: None,
-        on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None,
+        queued: asyncio.Event,
         on_fault: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
-        """`waits_for_permit`: whether the job's engines exist but belong to another job for now.
-        `fault_for`: a fault that keeps an engine from serving the job, where its callers may see
-        that. `on_queued`: called when a turn finds no place. `on_fault`: called with an error of
-        the policy, whose effects are lost with it."""
+        """`queued`: set when a turn finds no place. `on_fault`: called with an error of the
+        policy, whose effects are lost with it."""
         self.policy = policy
+        self._registry = registry
         self._clock = clock
         self._queue_s = queue_s
         self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
         self.dispatched: Counter[str] = Counter()
         """Number of placed turns by reason."""
-        self._waits_for_permit, self._fault_for = waits_for_permit, fault_for
-        self._on_queued, self._on_forgotten, self._on_fault = on_queued, on_forgotten, on_fault
+        self._queued, self._on_fault = queued, on_fault
 
     def observe(self, event: RoutingEvent) -> None:
         for effect in self._decided(event):
             match effect:
                 case QueueTurn():
-                    self._on_queued()
+                    self._queued.set()
                 case ForgetPrefix():
-                    self._on_forgotten(effect)
+                    self._registry.forget_prefix(effect)
                 case DispatchTurn() | RefuseTurn():
                     waiting = self._waiting.get(effect.turn)
                     if waiting is not None and not waiting.done():
@@ -94,29 +91,19 @@ class Dispatcher:
     async def place(
         self,
         turn: Turn,
+        course: TurnCourse,
         *,
-        resumed: bool,
-        wait: EngineWait,
-        suspect: str = "",
-        avoid: tuple[EngineId, ...] = (),
+        avoid: Iterable[EngineId] = (),
         unfit: Collection[EngineId] = (),
         until_s: float = math.inf,
-        pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
         """Waits for a place on an engine until `until_s`, then returns None; a call with the same
-        `wait` keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
+        wait keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
 
         Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
-        count), or whose pin no engine met by `pin_until_s`.
+        count), or whose pin no engine met in time.
         """
-        arrived = arrival(
-            turn,
-            resumed=resumed,
-            since_s=wait.since_s,
-            suspect=suspect,
-            avoid=avoid,
-            pin_until_s=pin_until_s,
-        )
+        arrived, wait = arrival(turn, course, avoid), course.wait
         if wait.since_s is None:
             wait.since_s = wait.servable_s = self._clock.now()
         waiting = asyncio.get_running_loop().create_future()
@@ -149,7 +136,8 @@ class Dispatcher:
         while True:
             since_s, job = self._clock.now(), arrived.job
             barred = self.policy.is_paused(job) or (
-                self._waits_for_permit(job) and not self.policy.may_serve(arrived, unfit=unfit)
+                not self._registry.may_use_dedicated(job)
+                and not self.policy.engines.may_serve(arrived, unfit=unfit)
             )
             left_s = max(0.0, until_s - since_s)
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
@@ -158,16 +146,16 @@ class Dispatcher:
             if done:
                 return waiting.result()
             deferred = self.policy.defers(arrived.turn)
-            may_serve = deferred or self.policy.may_serve(arrived, unfit=unfit)
-            if may_serve or self._waits_for_permit(arrived.job):
+            may_serve = deferred or self.policy.engines.may_serve(arrived, unfit=unfit)
+            if may_serve or not self._registry.may_use_dedicated(job):
                 wait.servable_s = now
             if now - wait.servable_s >= self._queue_s:
                 self._give_up(arrived.turn, waiting)
-                served = f"no engine has served job {arrived.job}"
+                served = f"no engine has served job {job}"
                 if arrived.numerics:
                     served += f" with the numerics {arrived.numerics!r}"
-                fault = self._fault_for(arrived.job)
-                reason = f"{served} for {self._queue_s:.0f} s" + f"; {fault}" * bool(fault)
+                served += f" for {self._queue_s:.0f} s"
+                reason = "; ".join([served, *self._registry.faults(job)[:1]])
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
             if now >= until_s:
                 self._give_up(arrived.turn, waiting)
@@ -183,8 +171,8 @@ class Dispatcher:
             with suppress(Exception):
                 self.observe(TurnWithdrawn(turn=turn))
 
-    def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
-        arrived = arrival(turn, resumed=True, avoid=avoid)
+    def other_places(self, turn: Turn, *, avoid: Iterable[EngineId]) -> int:
+        arrived = arrival(turn, TurnCourse(resumed=True), avoid)
         return self.policy.other_places(arrived, now=self._clock.now())
 
     def _give_up(self, turn: str, waiting: asyncio.Future[DispatchTurn | RefuseTurn]) -> None:
@@ -200,15 +188,7 @@ def context_tokens(request: GenerateRequest) -> int:
     return len(request.token_ids) + request.sampling_params.max_tokens
 
 
-def arrival(
-    turn: Turn,
-    *,
-    resumed: bool,
-    since_s: float | None = None,
-    suspect: str = "",
-    avoid: tuple[EngineId, ...] = (),
-    pin_until_s: float = math.inf,
-) -> TurnArrived:
+def arrival(turn: Turn, course: TurnCourse, avoid: Iterable[EngineId] = ()) -> TurnArrived:
     return TurnArrived(
         turn=turn.key,
         trajectory=turn.trajectory,
@@ -217,10 +197,10 @@ def arrival(
         context_tokens=context_tokens(turn.request),
         exact=turn.pin.exact,
         minimum=turn.pin.minimum,
-        pin_until_s=pin_until_s,
+        pin_until_s=course.pin_until_s,
         numerics=turn.needed_numerics,
-        resumed=resumed,
-        since_s=since_s,
-        suspect=suspect,
-        avoid=avoid,
+        resumed=course.resumed,
+        since_s=course.wait.since_s,
+        suspect=course.suspect,
+        avoid=tuple(sorted(avoid)),
     )

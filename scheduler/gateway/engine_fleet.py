@@ -5,26 +5,21 @@ The shell around the version policy: it carries out quiesce, update and serve, a
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.engines.engine_faults import EngineLost, EngineUnreachable
 from scheduler.gateway.engines.identity import HeldWeights
-from scheduler.gateway.fleet_member import Member, numerics_of
+from scheduler.gateway.fleet_member import FleetMember, numerics_of
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.engine_health import EngineLog
-from scheduler.gateway.policy.routing_events import (
-    ContextLimited,
-    EngineOffered,
-    EngineWithdrawn,
-    ForgetPrefix,
-)
-from scheduler.gateway.policy.versions import VersionPolicy
+from scheduler.gateway.policy.routing_events import ContextLimited, EngineOffered, EngineWithdrawn
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
@@ -39,7 +34,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsEffect,
 )
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.version_switching import VersionSwitching
 from scheduler.model import Engine, EngineKind, Lease
 
@@ -50,32 +45,27 @@ _log = logging.getLogger(__name__)
 class EngineFleet:
     def __init__(
         self,
-        policy: VersionPolicy,
+        registry: EngineRegistry,
         dispatcher: Dispatcher,
         blame: RequestBlame,
         log: DecisionLog,
+        metrics: GatewayMetrics,
         clock: Clock,
-        *,
         update_s: float,
-        adapter_of: Callable[[JobId], str | None] = lambda _job: None,
-        leasable: Callable[[], Iterable[EngineDescription]] = tuple,
-        on_served: Callable[[Member, float], None] = lambda _member, _seconds: None,
+        *,
         on_fault: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
-        """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters.
-        `leasable`: engines that may yet be leased. `on_served`: called with the seconds that an
-        engine's switch took. `on_fault`: called with an error of the policy."""
-        self.policy = policy
-        self.switching = VersionSwitching(policy, log, clock, self._apply, on_fault)
-        self.members: dict[EngineId, Member] = {}
+        """`on_fault`: called with an error of the version policy."""
+        self.registry = registry
+        self.members = registry.members
+        self.policy = registry.versions
+        self.switching = VersionSwitching(self.policy, log, clock, self._apply, on_fault)
         self._dispatcher = dispatcher
         self._blame = blame
+        self._metrics = metrics
         self._clock = clock
         self._update_s = update_s
-        self.adapter_of = adapter_of
-        self._leasable, self._on_served = leasable, on_served
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._parked: set[JobId] = set()
         self._active_job: JobId | None = None
         self._served: tuple[JobId, WeightVersion] | None = None
         """Job and version of the last log line."""
@@ -88,9 +78,9 @@ class EngineFleet:
         *,
         lease: Lease | None = None,
         idle_ratio: float | None = None,
-    ) -> Member:
+    ) -> FleetMember:
         """Adds an engine. It is up after its first good health check, a leased one at once."""
-        member = Member(
+        member = FleetMember(
             engine=engine,
             client=client,
             lease=lease,
@@ -105,32 +95,32 @@ class EngineFleet:
             self.up(member)
         return member
 
-    def up(self, member: Member) -> None:
+    def up(self, member: FleetMember) -> None:
         if not member.up:
             member.up, member.fault = True, ""
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
             self.switching.observe(joined)
             self.log_state(member)
 
-    def log_state(self, member: Member) -> None:
+    def log_state(self, member: FleetMember) -> None:
         """Logs the engine's state if it differs from the last logged one."""
         before = member.log.losses
         if line := member.log.line(up=member.up, losses=member.losses, now=self._clock.now()):
             level = logging.INFO if member.log.losses == before else logging.WARNING
             _log.log(level, "engine %s %s", member.engine.engine, line)
 
-    def log_fault(self, member: Member, fault: str) -> None:
+    def log_fault(self, member: FleetMember, fault: str) -> None:
         """Logs a fault that the engine did not have before."""
         if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
             _log.warning("engine %s is not served: %s", member.engine.engine, fault)
 
-    def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
+    def down(self, member: FleetMember, fault: str, *, cut: CutReason = CutReason.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
         if not member.up:
             return
-        if cut is Cut.DOUBT:
+        if cut is CutReason.DOUBT:
             member.doubted = member.lost()
-        if cut in (Cut.ENGINE, Cut.DOUBT):
+        if cut in (CutReason.ENGINE, CutReason.DOUBT):
             self._blame.died(
                 member.engine.engine,
                 member.lost(),
@@ -140,7 +130,7 @@ class EngineFleet:
             )
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses, member.log.fault = member.losses + 1, fault
-        if cut is not Cut.LEASE:  # A lease's end is logged already.
+        if cut is not CutReason.LEASE:  # A lease's end is logged already.
             self.log_state(member)
         member.is_described, member.seen_context_tokens, member.held_tokens = False, 0, 0
         member.streak.succeed()
@@ -156,31 +146,26 @@ class EngineFleet:
 
     def review_contexts(self) -> None:
         """Turns that no engine fits are refused, once it is known of every engine."""
-        leasable = [engine.context_tokens for engine in self._leasable()]
-        known = [*(member.context_tokens for member in self._agreeing()), *leasable]
-        limit = max(known) if known and all(known) else None
+        limit = self.registry.context_limit()
         if limit != self._context_limit:
             self._context_limit = limit
             self._dispatcher.observe(ContextLimited(tokens=limit))
 
-    def context_ended(self, member: Member, tokens: int) -> None:
+    def context_ended(self, member: FleetMember, tokens: int) -> None:
         """The engine cut a turn off at `tokens` tokens, below the turn's own limit, or refuses any
         that is longer."""
         member.seen_context_tokens = tokens
         self._offer(member)
         self.review_contexts()
 
-    def may_use_dedicated(self, job: JobId) -> bool:
-        return job not in self._parked
-
     def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
         """Sets whether the job's turns may run on dedicated engines.
 
         When disabled, its turns go on elsewhere with their tokens; the engines stay up to date.
         """
-        if enabled == self.may_use_dedicated(job):
+        if enabled == self.registry.may_use_dedicated(job):
             return
-        (self._parked.discard if enabled else self._parked.add)(job)
+        (self.registry.parked.discard if enabled else self.registry.parked.add)(job)
         target = self.policy.target
         if target is None or target.job != job:
             return
@@ -193,37 +178,15 @@ class EngineFleet:
                 self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
                 for running in tuple(member.running):
                     if running.turn.job == job:
-                        running.cut(Cut.PERMIT)
-
-    def vocabulary_tokens(self) -> int | None:
-        """Smallest vocabulary of the engines; None while no vocabulary is known."""
-        known = (member.vocabulary_tokens for member in self._agreeing())
-        return min((tokens for tokens in known if tokens), default=None)
-
-    def models(self) -> set[str]:
-        """Model names of the engines that are known."""
-        names = [member.model for member in self._agreeing()]
-        return {*filter(None, [*names, *(engine.model for engine in self._leasable())])}
-
-    def context_tokens(self) -> int:
-        """Largest context of the engines; 0 while none is known."""
-        return max((member.context_tokens for member in self._agreeing()), default=0)
-
-    def _agreeing(self) -> Iterator[Member]:
-        """The engines whose descriptions count for all requests."""
-        return (member for member in self.members.values() if not member.clashes)
+                        running.cut(CutReason.PERMIT)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)
         if member is not None:
-            self.down(member, reason, cut=Cut.LEASE)
+            self.down(member, reason, cut=CutReason.LEASE)
             del self.members[engine]
             member.client.close()
             self.review_contexts()
-
-    def forget_prefix(self, effect: ForgetPrefix) -> None:
-        if (member := self.members.get(effect.engine)) is not None:
-            member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
 
     def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> bool:
         """Whether the engine is known."""
@@ -250,7 +213,7 @@ class EngineFleet:
 
     def began(
         self, engine: EngineId, running: RunningAttempt, version: WeightVersion
-    ) -> Member | None:
+    ) -> FleetMember | None:
         """Registers the attempt and returns its engine; None if the engine has left the fleet or
         the version since the turn was placed."""
         member = self.members.get(engine)
@@ -260,7 +223,7 @@ class EngineFleet:
         member.running.add(running)
         return member
 
-    def ended(self, member: Member, running: RunningAttempt) -> None:
+    def ended(self, member: FleetMember, running: RunningAttempt) -> None:
         member.running.discard(running)
         if member.quiesced_at_s is not None and member.up and not member.running:
             self.switching.observe(EngineEmptied(engine=member.engine.engine))
@@ -274,9 +237,6 @@ class EngineFleet:
             member.client.close()
         # The engines' connections close in the event loop's next pass.
         await asyncio.sleep(0)
-
-    def _serving(self, engine: EngineId) -> bool:
-        return self.policy.state(engine) == "serving"
 
     def _apply(self, effect: VersionsEffect) -> None:
         match effect:
@@ -301,7 +261,7 @@ class EngineFleet:
             case RefusePublish():
                 pass  # Its caller asked before.
 
-    def _quiesce(self, member: Member, effect: QuiesceEngine) -> None:
+    def _quiesce(self, member: FleetMember, effect: QuiesceEngine) -> None:
         if member.quiesced_at_s is None:
             member.quiesced_at_s = self._clock.now()
         self._dispatcher.observe(EngineWithdrawn(engine=effect.engine))
@@ -311,28 +271,28 @@ class EngineFleet:
             pin = running.turn.pin
             goes_on = running.turn.job == target.job and pin.exact is None
             if goes_on and pin.admits(target.version):
-                running.cut(Cut.SWITCH)
+                running.cut(CutReason.SWITCH)
             elif effect.cut_exact:
-                running.cut(Cut.END)
+                running.cut(CutReason.END)
         if not member.running:
             self.switching.observe(EngineEmptied(engine=effect.engine))
 
-    async def _update(self, member: Member, effect: UpdateEngine) -> None:
+    async def _update(self, member: FleetMember, effect: UpdateEngine) -> None:
         fault, died = "", False
         try:
             if not member.is_described:
                 guest_of = member.lease.slot if member.lease is not None else None
                 member.description = await member.client.describe(guest_of)
                 member.is_described = True
-            if fault := self._review_clash(member):
+            if fault := self.registry.review_clash(member):
                 raise EngineLost(fault)
             member.description = await member.client.switch(
                 HeldWeights(effect.store, effect.version, effect.state_hash),
                 timeout_s=self._update_s,
-                adapter=self.adapter_of(effect.job),
+                adapter=self.registry.jobs[effect.job].adapter,
             )
             member.numerics = member.engine.numerics or await self._numerics(member)
-            fault = self._review_clash(member) or self._other_run(member, effect)
+            fault = self.registry.review_clash(member) or self._other_run(member, effect)
         except EngineLost as error:
             fault, died = str(error), isinstance(error, EngineUnreachable)
         except Exception as error:
@@ -363,67 +323,41 @@ class EngineFleet:
             else:
                 self._end_clashes()
 
-    def _other_run(self, member: Member, loaded: UpdateEngine) -> str:
+    def _other_run(self, member: FleetMember, loaded: UpdateEngine) -> str:
         """Why the loaded weights belong to another run, although the number matches; "" if none."""
         known, held = self.policy.state_hash(loaded.job, loaded.version), member.client.state_hash
         if not known or held == known or not (held or loaded.state_hash):
             return ""
         return f"it holds version {loaded.version} of another run: {held}, the job's is {known}"
 
-    def clash_of(self, guest: EngineDescription) -> str:
-        """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
-        return self._clash(guest, among=self.members.values())
-
-    def _review_clash(self, member: Member) -> str:
-        """Compares a dedicated engine with dedicated ones only: guests that clash are dropped."""
-        guest = member.engine.kind is EngineKind.GUEST
-        others = [
-            other
-            for other in self.members.values()
-            if other is not member and (guest or other.engine.kind is EngineKind.DEDICATED)
-        ]
-        fault = self._clash(member.description, among=others) if member.description else ""
-        member.clashes = member.clashes or bool(fault)
-        return fault
-
-    def _clash(self, described: EngineDescription, *, among: Iterable[Member]) -> str:
-        if described.fault:
-            return described.fault
-        for other in among:
-            if other.description is None or not self._serving(other.engine.engine):
-                continue
-            if clash := described.disagreement(other.description):
-                return f"{clash} as on {other.engine.engine}"
-        return ""
-
     def _end_clashes(self) -> None:
         """A dedicated engine that joins stays; guests that clash with it go."""
         for other in tuple(self.members.values()):
             if (
                 other.up
-                and self._serving(other.engine.engine)
-                and (fault := self._review_clash(other))
+                and self.registry.is_serving(other.engine.engine)
+                and (fault := self.registry.review_clash(other))
             ):
-                self.down(other, fault, cut=Cut.CLASH)
+                self.down(other, fault, cut=CutReason.CLASH)
                 self.review_contexts()
 
-    async def _numerics(self, member: Member) -> str:
+    async def _numerics(self, member: FleetMember) -> str:
         member.vllm_version = await member.client.vllm_version()
         return numerics_of(member.engine.engine, member.vllm_version, member.description)
 
-    def _serve(self, member: Member) -> None:
+    def _serve(self, member: FleetMember) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
             member.switch_s = self._clock.now() - began_s
-            self._on_served(member, member.switch_s)
+            self._metrics.switch_s.labels(member.engine.kind).observe(member.switch_s)
         self._offer(member)
 
-    def _offer(self, member: Member) -> None:
+    def _offer(self, member: FleetMember) -> None:
         """Tells routing of an engine that serves the target and that its job may use."""
         lease, engine, target = member.lease, member.engine, self.policy.target
-        if target is None or member.held or not self._serving(engine.engine):
+        if target is None or member.held or not self.registry.is_serving(engine.engine):
             return
-        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(target.job):
+        if engine.kind is EngineKind.DEDICATED and not self.registry.may_use_dedicated(target.job):
             return
         self._dispatcher.observe(
             EngineOffered(
@@ -444,14 +378,3 @@ class EngineFleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def dedicated_places(fleet: EngineFleet) -> int:
-    """Turns that the dedicated engines take at once; one whose update failed takes none."""
-    return sum(
-        member.engine.concurrency
-        for member in fleet.members.values()
-        if member.up
-        and member.engine.kind is EngineKind.DEDICATED
-        and not fleet.policy.fails(member.engine.engine)
-    )

@@ -8,10 +8,10 @@ from harvester.contracts.errors import RoseMuxError
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_faults import EngineLost
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 
 _LATE_FOR_S = 5.0
 """Time after which an event loop that was late is not taken for the cause of a timeout."""
@@ -27,11 +27,11 @@ class EngineProbing:
     async def run(self, *, period_s: float) -> None:
         """Bring engines that answer into the fleet and give failed updates their next try."""
         while True:
-            await self._look()
+            await self._probe()
             self._fleet.switching.observe(TimePassed())
             await asyncio.sleep(period_s)
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         fleet, now = self._fleet, self._clock.now()
         members = fleet.members.values()
         waiting = [m for m in members if not m.up and now >= m.foreign_changes.until_s]
@@ -51,7 +51,9 @@ class EngineProbing:
         for member in fleet.members.values():
             fleet.log_state(member)
 
-    async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
+    async def attempt_broke(
+        self, member: FleetMember, error: RoseMuxError, *, began_s: float
+    ) -> Change:
         """Probes the engine of a broken attempt for a change, and marks it down unless it is NONE.
 
         Returns UNKNOWN also if another attempt already saw the loss: the engine may be back by
@@ -78,17 +80,17 @@ class EngineProbing:
                 # each on a trial of its own, would keep the loop late.
                 return Change.NONE
             case Change.UNKNOWN:
-                self._fleet.down(member, str(error), cut=Cut.DOUBT)
+                self._fleet.down(member, str(error), cut=CutReason.DOUBT)
             case Change.NONE if streams:
                 fault = f"it breaks stream upon stream: {error}"
-                self._fleet.down(member, fault, cut=Cut.STREAMS)
+                self._fleet.down(member, fault, cut=CutReason.STREAMS)
         return change
 
     def was_late(self) -> None:
         """The event loop has just been late: silence may be its own."""
         self._late_at_s = self._clock.now()
 
-    def answered(self, member: Member, change: Change) -> None:
+    def answered(self, member: FleetMember, change: Change) -> None:
         """Applies a probe's result to a member that is down."""
         if change is Change.UNKNOWN or self._fleet.members.get(member.engine.engine) is not member:
             return
@@ -100,7 +102,7 @@ class EngineProbing:
         if not dead:
             self._fleet.up(member)
 
-    def _weights_changed(self, member: Member) -> None:
+    def _weights_changed(self, member: FleetMember) -> None:
         """Another caller changed its weights: it gets the version again, each time later."""
         if not member.up:
             return
@@ -109,4 +111,4 @@ class EngineProbing:
             "engine and remove it from all other configurations"
         )
         member.foreign_changes.seen(now=self._clock.now())
-        self._fleet.down(member, fault, cut=Cut.WEIGHTS)
+        self._fleet.down(member, fault, cut=CutReason.WEIGHTS)

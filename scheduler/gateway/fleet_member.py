@@ -20,7 +20,7 @@ _EARLY_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class FleetMember:
     engine: Engine
     client: EngineClient
     up: bool = False
@@ -91,7 +91,7 @@ class Member:
         return not self.context_tokens or tokens + _EARLY_TOKENS >= self.context_tokens
 
 
-def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
+def unfit_for(turn: Turn, members: Mapping[EngineId, FleetMember]) -> set[EngineId]:
     """Engines that are unfit for a turn whose sampling counts output.
 
     The turn begins on an engine from which it can move, else on a dedicated engine, which is never

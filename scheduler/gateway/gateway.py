@@ -1,12 +1,11 @@
 """The gateway's HTTP routes. Decodes, authenticates, and hands over to the scheduler.
 
 Its own routes are here, those of clients of vLLM, OpenAI, SGLang, Tinker and of trainers' engines
-beside the dialects; /jobs/{job} has all of them again, for one job (job_paths.py).
+among the dialects; /jobs/{job} has all of them again, for one job (job_paths.py).
 """
 
 import logging
 import resource
-import secrets
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from http import HTTPStatus
@@ -17,17 +16,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
-from harvester.contracts.wire.rollouts import (
-    GENERATE_ROUTE,
-    AnnouncedVersion,
-    GenerateReply,
-    GenerateRequest,
-    VersionSwitched,
-)
+from harvester.contracts.wire.rollouts import GENERATE_ROUTE, AnnouncedVersion, VersionSwitched
 from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.platform.http_kit import (
     COUNT_READ,
@@ -45,12 +38,10 @@ from harvester.platform.tenant_shares import Pressure, TenantShares
 from harvester.platform.tenants import OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.dialects.engine_list_routes import EngineListRoutes
-from scheduler.gateway.dialects.event_stream import event_stream
+from scheduler.gateway.dialects.generate_routes import GenerateRoutes
 from scheduler.gateway.dialects.renderer import RendererFault, RenderRefused
-from scheduler.gateway.dialects.session_names import trajectory_of
 from scheduler.gateway.dialects.sglang_routes import SglangRoutes
-from scheduler.gateway.dialects.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
-from scheduler.gateway.dialects.text_routes import OPENAI_ROUTES, TextRoutes, wants_usage
+from scheduler.gateway.dialects.text_routes import OPENAI_ROUTES, TextRoutes
 from scheduler.gateway.dialects.tinker_routes import TinkerRoutes
 from scheduler.gateway.dialects.weight_sync import WeightSyncRoutes
 from scheduler.gateway.engines.engine_faults import RequestRefused
@@ -63,16 +54,12 @@ from scheduler.gateway.job_paths import (
     job_of_model,
     route_of,
 )
-from scheduler.gateway.job_switches import Switch, SwitchRequest
-from scheduler.gateway.loop_share import LoopEntry, LoopShare
-from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SAMPLES, SHOWN, TURN
-from scheduler.gateway.policy.routing_events import RoutingConfig
-from scheduler.gateway.policy.turn import SHUTTING_DOWN
+from scheduler.gateway.job_switches import JobSwitch, SwitchRequest
+from scheduler.gateway.job_turns import IdInUse, TurnRefused
+from scheduler.gateway.loop_share import LoopEntry
+from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SHOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.gateway.pressure import HELD_BODY, connection_room
-from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
@@ -147,7 +134,8 @@ class Gateway:
         self._scheduler = scheduler
         self._tenants = tenants
         self._clock = clock
-        self._open = self._closing = False
+        self._open = False
+        self._generate = generate = GenerateRoutes(scheduler)
         self._entry = LoopEntry()
         self._max_body_bytes = settings.max_body_bytes
         self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
@@ -155,7 +143,7 @@ class Gateway:
         places = sum(each.concurrency for each in settings.engines)
         self._room = connection_room(descriptors, places=places)
         self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
-        if self._room < (most := msgspec.convert(settings.routing, RoutingConfig).queue_turns):
+        if self._room < (most := settings.routing_config.queue_turns):
             line = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
             _log.warning(line, most, self._room)
         self.app = web.Application(
@@ -167,13 +155,14 @@ class Gateway:
             client_max_size=settings.max_body_bytes,
         )
         routes = routes_of(
+            generate,
             self,
             WeightSyncRoutes(scheduler),
-            TextRoutes(scheduler, self._admitted),
+            TextRoutes(scheduler, generate.admitted),
             AbortRoutes(scheduler),
-            SglangRoutes(scheduler, self._admitted),
+            SglangRoutes(scheduler, generate.admitted),
             EngineListRoutes(scheduler, self._activated),
-            TinkerRoutes(scheduler, self._admitted, self.open_bodies),
+            TinkerRoutes(scheduler, generate.admitted, self.open_bodies),
         )
         metrics = partial(render_metrics, scheduler)
         routes.append(metrics_route(metrics, callers=Callers.OBSERVERS))
@@ -194,7 +183,7 @@ class Gateway:
         self._open = True
 
     def close(self) -> None:
-        self._closing = True
+        self._generate.closing = True
 
     @web.middleware
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -217,73 +206,10 @@ class Gateway:
             if len(possible) > 1:
                 body = await whole_body(request)
                 adapters = filter(None, (job.adapter for job in jobs.values()))
-                models = {*self._scheduler.fleet.models(), *adapters}
+                models = {*self._scheduler.registry.models(), *adapters}
                 if (job := job_of_model(body, possible, models)) is not None:
                     request[JOB_OF_MODEL] = job
             return await handler(request)
-
-    @Route(
-        f"POST {GENERATE_ROUTE}",
-        "One turn, token ids in and out",
-        GenerateRequest,
-        GenerateReply,
-        refuses=SAMPLES,
-        **TURN,
-    )
-    async def _generate(self, job: JobId, request: web.Request) -> web.StreamResponse:
-        checked = self._checked(job, await whole_body(request))
-        asked, can_ask_again = _with_id(checked), bool(checked.request_id)
-        trajectory = trajectory_of(request, asked.request_id)
-        parts, name = samples_of(asked), asked.request_id
-        async with follow(
-            self._scheduler, job, trajectory, parts, name=name, named=can_ask_again
-        ) as samples:
-            if asked.stream:
-                return await _streamed(request, asked, samples)
-            turns = await samples.results()
-            share, choices = LoopShare(), list[Any]()
-            for index, turn in enumerate(turns):
-                choice = await named_in_parts(msgspec.structs.replace(turn.choice(), index=index))
-                # Thousands of them would be encoded at once.
-                choices.append(msgspec.Raw(_ENCODER.encode(choice)) if len(turns) > 1 else choice)
-                await share.rest()
-            return json_reply(
-                GenerateReply(
-                    request_id=asked.request_id,
-                    choices=tuple(choices),
-                    model=asked.model or job,
-                    usage=samples.usage(),
-                    **_of_prompt(asked, samples) | samples.versions(),
-                )
-            )
-
-    def _admitted(self, job: JobId, body: bytes) -> GenerateRequest:
-        return _with_id(self._checked(job, body))
-
-    def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
-        """Raises Exhausted at the end of the gateway, PeerProtocolError."""
-        if self._closing:
-            raise Exhausted(SHUTTING_DOWN)
-        fleet = self._scheduler.fleet
-        turn_request = decode_generate(
-            body,
-            vocabulary_tokens=fleet.vocabulary_tokens(),
-            context_tokens=fleet.context_tokens(),
-        )
-        self._check_model(job, turn_request.model)
-        return turn_request
-
-    def _check_model(self, job: JobId, model: str | None) -> None:
-        """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
-        or offered may have the model."""
-        names = self._scheduler.model_names(job)
-        if model is None or model in names:
-            return
-        trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
-        why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
-        if self._scheduler.may_meet_other_models(job):
-            raise Exhausted(f"{why}and no engine's model is known yet")
-        raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
     @Route("POST /v1/jobs/{job}/versions", "A version was published", refuses=NEW_VERSION)
     async def _publish(self, job: JobId, body: AnnouncedVersion) -> VersionSwitched:
@@ -318,10 +244,11 @@ class Gateway:
         scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
         if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
             return
-        uses = scheduler.uses_engines(target.job)
-        if not scheduler.fleet.may_use_dedicated(target.job):
+        routing = scheduler.dispatcher.policy
+        uses = routing.uses_engines(target.job)
+        if not scheduler.registry.may_use_dedicated(target.job):
             # Queued turns wait for leases and do not count; turns on leased engines would be cut.
-            uses = bool(scheduler.dispatcher.policy.open_turns_of(target.job))
+            uses = bool(routing.open_turns_of(target.job))
         if uses:
             raise web.HTTPConflict(
                 reason="another tenant's job is served and has open turns; try again when they "
@@ -333,7 +260,7 @@ class Gateway:
     async def _switch(
         self, job: JobId, request: web.Request, body: SwitchRequest
     ) -> dict[str, Any]:
-        switch = Switch(request.path.rpartition("/")[2])
+        switch = JobSwitch(request.path.rpartition("/")[2])
         if body.for_s is not None and not body.enabled:
             raise PeerProtocolError("for_s: send it with enabled: true alone")
         recorded = self._scheduler.switches.set(job, switch, on=body.enabled, for_s=body.for_s)
@@ -347,8 +274,8 @@ class Gateway:
         callers=Callers.OPERATOR,
     )
     async def _stop(self, body: StopRequest) -> ClusterStopReply:
-        reply = await self._scheduler.harvest.stops.order(body)
-        self._scheduler.capacity_wake.set()
+        reply = await self._scheduler.stops.order(body)
+        self._scheduler.wake.set()
         return reply
 
     @Route("GET /v1/status", "Engines, jobs, queue, leases and counters", callers=Callers.READERS)
@@ -357,13 +284,13 @@ class Gateway:
 
     @_probe("GET /healthz", "200, or 503 while it shuts down")
     async def _healthz(self) -> web.Response:
-        if self._closing:
+        if self._generate.closing:
             return error_reply(503, "shutting down", headers=RETRY_AFTER)
         return json_reply({"status": "ok"})
 
     @_probe("GET /readyz", "200 while it takes turns, else 503")
     async def _readyz(self) -> web.Response:
-        if not self._open and not self._closing:
+        if not self._open and not self._generate.closing:
             return error_reply(503, "starting", headers=RETRY_AFTER)
         return await self._healthz()
 
@@ -399,39 +326,3 @@ class Gateway:
         """The caller; None: the operator, and everyone without tokens."""
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # Tinker's client sends this header.
         return self._tenants.caller(request.headers.get("Authorization", key), callers)
-
-
-def _with_id(asked: GenerateRequest) -> GenerateRequest:
-    if asked.request_id:
-        return asked
-    return msgspec.structs.replace(asked, request_id=secrets.token_hex(16))
-
-
-async def _streamed(
-    request: web.Request, turn_request: GenerateRequest, samples: Samples
-) -> web.StreamResponse:
-    """The choices' tokens as server-sent events, as fast as the client reads."""
-    reply = GenerateReply(request_id=turn_request.request_id, choices=())
-    options, unsent = turn_request.stream_options, True
-    async with event_stream(request) as send:
-        async for choice in samples.chunks():
-            more: dict[str, Any] = {}
-            if choice.finish_reason is not None:
-                more |= samples.versions(choice.index)
-            if unsent and choice.index == 0:
-                more |= _of_prompt(turn_request, samples)
-                unsent = False
-            if wants_usage(options, "include_usage", "continuous_usage_stats"):
-                more["usage"] = samples.usage(choice.index)
-            short = len(choice.token_ids) <= NAMED_AT_ONCE
-            named_choice = named(choice) if short else await named_in_parts(choice)
-            await send(msgspec.structs.replace(reply, choices=(named_choice,), **more))
-        if wants_usage(options):
-            await send(msgspec.structs.replace(reply, usage=samples.usage()))
-    return send.response
-
-
-def _of_prompt(asked: GenerateRequest, samples: Samples) -> dict[str, Any]:
-    """The reply's fields about the prompt, in a stream with the first choice's first event."""
-    scores = samples.prompt_scores(0)
-    return scores | ({"prompt_token_ids": asked.token_ids} if asked.return_token_ids else {})

@@ -11,8 +11,10 @@ from harvester.contracts.wire.gateway_status import (
     GatewaySlot,
     GatewayStatus,
 )
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
+from scheduler.gateway.job_switches import JobSwitch
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.model import EngineKind
 
 
 def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
@@ -56,7 +58,7 @@ def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) ->
         ),
         slots={
             slot: GatewaySlot(agent=agent, state=offer.state, idle_ratio=offer.idle_ratio)
-            for slot, (agent, offer) in sorted(harvest.offers.items())
+            for slot, (agent, offer) in sorted(harvest.offers.slots.items())
             if sees_all
         },
         services={
@@ -69,14 +71,14 @@ def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) ->
             for each in harvest.budgets.all()
             if sees_all
         },
-        stops=tuple(s for s in harvest.stops.stops if sees_all or s.tenant in ("", tenant)),
-        stop_faults=dict(harvest.stops.faults) if sees_all else {},
-        silent_agents=dict(harvest.silent_agents) if sees_all else {},
+        stops=tuple(s for s in scheduler.stops.stops if sees_all or s.tenant in ("", tenant)),
+        stop_faults=dict(scheduler.stops.faults) if sees_all else {},
+        silent_agents=dict(harvest.offers.silent_agents) if sees_all else {},
         unrecorded=tuple(scheduler.unrecorded()) if sees_all else (),
     )
 
 
-def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
+def _engine(scheduler: Scheduler, member: FleetMember) -> GatewayEngine:
     engine, policy = member.engine, scheduler.fleet.policy
     return GatewayEngine(
         kind=engine.kind,
@@ -87,7 +89,7 @@ def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
         switch_s=member.switch_s,
         concurrency=engine.concurrency,
         open_turns=len(member.running),
-        s_per_token_alone=scheduler.dispatcher.policy.s_per_token_alone(engine.engine),
+        s_per_token_alone=scheduler.dispatcher.policy.engines.s_per_token_alone(engine.engine),
         epoch=member.lease.epoch if member.lease else None,
         numerics=member.numerics,
         identity=member.client.identity,
@@ -99,16 +101,16 @@ def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
 
 def _job(scheduler: Scheduler, job: JobId) -> GatewayJob:
     published, ledger = scheduler.fleet.policy.published(job), scheduler.ledgers[job]
-    tokens = dict(scheduler.tokens[job])
+    tokens = {str(kind): scheduler.metrics.tokens[job, kind] for kind in EngineKind}
     for member in scheduler.fleet.members.values():
         running = (each.tokens for each in member.running if each.turn.job == job)
         tokens[member.engine.kind] += sum(running)
     return GatewayJob(
         version=published.version if published else WeightVersion(0),
         store=published.store if published else "",
-        may_lease=scheduler.harvesting(job),
-        paused=scheduler.is_paused(job),
-        may_use_dedicated=scheduler.fleet.may_use_dedicated(job),
+        may_lease=scheduler.switches.is_on(job, JobSwitch.HARVESTING),
+        paused=scheduler.pauses.is_paused(job),
+        may_use_dedicated=scheduler.switches.is_on(job, JobSwitch.DEDICATED),
         tokens=tokens,
         turns=asdict(ledger.counters),
         open_turns=len(ledger),
@@ -123,15 +125,13 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         gauge.clear()
     metrics.service_budget.clear()
     metrics.unrecorded.set(bool(scheduler.unrecorded()))
-    missing = scheduler.missing_decisions()
-    metrics.journal_missing.inc(missing - metrics.journal_missing_before)
-    metrics.journal_missing_before = missing
+    metrics.raise_to(metrics.journal_missing, scheduler.missing_decisions())
     metrics.answers_bytes.set(scheduler.answered.size_bytes)
     harvest = scheduler.harvest
     metrics.lease_slack_s.set(harvest.slack_s)
     for agent in scheduler.settings.agents:
-        metrics.agent_up.labels(agent.id).set(agent.id not in harvest.silent_agents)
-        metrics.stop_missing.labels(agent.id).set(agent.id in harvest.stops.faults)
+        metrics.agent_up.labels(agent.id).set(agent.id not in harvest.offers.silent_agents)
+        metrics.stop_missing.labels(agent.id).set(agent.id in scheduler.stops.faults)
     for each in harvest.budgets.all():
         for part in ("budget", "spent", "outstanding"):
             metrics.service_budget.labels(each.service, part).set(getattr(each, part))
@@ -150,8 +150,6 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
         for outcome in ("lost", "duplicated", "migrated", "undelivered", "repeated"):
-            child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)
-            child.inc(total - scheduler.exported.get((job, outcome), 0))
-            scheduler.exported[job, outcome] = total
+            metrics.raise_to(metrics.trajectories.labels(job, outcome), total)
     return metrics.render()

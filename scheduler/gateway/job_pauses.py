@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import JobId
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.job_turns import JobTurns
 from scheduler.gateway.policy.routing_events import JobPaused
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 
 _log = logging.getLogger(__name__)
 
@@ -26,9 +27,16 @@ class PauseMode(StrEnum):
     """Turns leave their engines and go on from their tokens after the pause."""
 
 
-class PauseControl:
-    def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher, clock: Clock) -> None:
+class JobPauses:
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        turns: Mapping[JobId, JobTurns],
+        dispatcher: Dispatcher,
+        clock: Clock,
+    ) -> None:
         self._fleet = fleet
+        self._turns = turns
         self._dispatcher = dispatcher
         self._clock = clock
         self._resumed = asyncio.Event()
@@ -43,14 +51,19 @@ class PauseControl:
         now = self._clock.now()
         return now - self._times.get(job, (now, now))[0]
 
-    def begin(self, job: JobId, *, for_s: float = math.inf) -> None:
-        """`for_s`: time after which the pause ends unless this is called again."""
+    async def begin(self, job: JobId, mode: PauseMode, *, for_s: float | None = None) -> None:
+        """Begins no turn of the job, until the pause is ended or `for_s` have passed without
+        another call. A restarted gateway is not paused."""
         now = self._clock.now()
         if job not in self._times:
             _log.info("job %s is paused", job)
         since_s, _ = self._times.get(job, (now, now))
-        self._times[job] = since_s, now + for_s
+        self._times[job] = since_s, now + (math.inf if for_s is None else for_s)
         self._dispatcher.observe(JobPaused(job=job, paused=True))
+        if mode is PauseMode.ABORT:
+            await self._turns[job].abort()
+        else:
+            await self.emptied(job, cut=mode is PauseMode.KEEP)
 
     def expire(self, *, now: float) -> None:
         for job in sorted(job for job, (_, until_s) in self._times.items() if until_s <= now):
@@ -79,7 +92,7 @@ class PauseControl:
             ]
             if cut:
                 for running in on_engines:
-                    running.cut(Cut.PAUSE)
+                    running.cut(CutReason.PAUSE)
             if not on_engines:
                 return
             over = asyncio.ensure_future(_all_over(on_engines))

@@ -1,8 +1,8 @@
 """Switches of a job: whether it may lease slots, and whether it may use dedicated engines."""
 
+import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
@@ -11,6 +11,7 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
+from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
 
 _log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ FOR_MAX_S = 3600.0
 LimitedTime = Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None
 
 
-class Switch(StrEnum):
+class JobSwitch(StrEnum):
     DEDICATED = "dedicated"
     """The job's turns may run on dedicated engines."""
     HARVESTING = "harvesting"
@@ -37,21 +38,33 @@ class JobSwitches:
     on another job's node are no longer used."""
 
     def __init__(
-        self,
-        state: SchedulerState,
-        clock: Clock,
-        on_changed: Callable[[JobId, Switch, bool], None],
+        self, fleet: EngineFleet, state: SchedulerState, clock: Clock, *, wake: asyncio.Event
     ) -> None:
-        """`on_changed`: called each time that one is set."""
+        """`wake`: set each time that a switch is."""
+        self._fleet = fleet
         self._state = state
         self._clock = clock
-        self._on_changed = on_changed
-        self._off_at_s: dict[tuple[JobId, Switch], float] = {}
+        self._wake = wake
+        self._harvesting = {job: given.harvesting for job, given in fleet.registry.jobs.items()}
+        self._off_at_s: dict[tuple[JobId, JobSwitch], float] = {}
         """Expiry times of switches that were set for a limited time."""
-        self.unrecorded: set[tuple[JobId, Switch]] = set()
+        self.unrecorded: set[tuple[JobId, JobSwitch]] = set()
         """Switches that are off but still recorded as on."""
 
-    def set(self, job: JobId, switch: Switch, *, on: bool, for_s: float | None = None) -> bool:
+    def resume(self) -> None:
+        """Takes up the switches of the previous process."""
+        for job in self._state.parked():
+            self._fleet.use_dedicated(job, enabled=False)
+        for job, facts in self._state.jobs().items():
+            if job in self._harvesting and facts.harvesting is not None:
+                self._harvesting[job] = facts.harvesting
+
+    def is_on(self, job: JobId, switch: JobSwitch) -> bool:
+        if switch is JobSwitch.DEDICATED:
+            return self._fleet.registry.may_use_dedicated(job)
+        return self._harvesting[job]
+
+    def set(self, job: JobId, switch: JobSwitch, *, on: bool, for_s: float | None = None) -> bool:
         """With `for_s` the switch goes off after that time, and after a restart, unless set again.
 
         Off works in any case: False says that a restart would switch it on again. Raises Exhausted
@@ -69,7 +82,11 @@ class JobSwitches:
         self._off_at_s.pop(key, None)
         if for_s is not None:
             self._off_at_s[key] = self._clock.now() + for_s
-        self._on_changed(job, switch, on)
+        if switch is JobSwitch.DEDICATED:
+            self._fleet.use_dedicated(job, enabled=on)
+        else:
+            self._harvesting[job] = on
+        self._wake.set()
         return not fault
 
     def expire(self, *, now: float) -> None:
@@ -81,15 +98,12 @@ class JobSwitches:
             if not self._record(key, on=False):
                 self.unrecorded.discard(key)
 
-    def _record(self, key: tuple[JobId, Switch], *, on: bool) -> str:
+    def _record(self, key: tuple[JobId, JobSwitch], *, on: bool) -> str:
         """Records the switch; returns the fault, "" on success."""
-        job, switch = key
+        (job, switch), state = key, self._state
+        record = state.use_dedicated if switch is JobSwitch.DEDICATED else state.set_harvesting
         try:
-            match switch:
-                case Switch.HARVESTING:
-                    self._state.set_harvesting(job, enabled=on)
-                case Switch.DEDICATED:
-                    self._state.use_dedicated(job, enabled=on)
+            record(job, enabled=on)
         except sqlite3.Error as error:
             return str(error)
         return ""

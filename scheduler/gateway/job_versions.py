@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from harvester.contracts.clock import Clock
@@ -14,45 +14,39 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.rollouts import VersionSwitchState
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.job_turns import JobTurns
 from scheduler.gateway.policy.store_owners import StoreOwners, StoreRule
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
-from scheduler.gateway.settings import GatewayJobSettings
 from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
-from scheduler.model import BASE_VERSION, EngineKind
+from scheduler.model import EngineKind
 
 _log = logging.getLogger(__name__)
-_FAULT_CHARS = 200
-"""Bound on one engine's fault in a message: engines word parts of it."""
 
 
 class JobVersions:
     def __init__(
         self,
-        jobs: Mapping[JobId, GatewayJobSettings],
         fleet: EngineFleet,
         staging: VersionStaging,
+        turns: Mapping[JobId, JobTurns],
         state: SchedulerState,
         clock: Clock,
         *,
         publish_s: float,
-        on_activated: Callable[[], None],
-        on_other_run: Callable[[JobId, str], Awaitable[object]],
+        wake: asyncio.Event,
     ) -> None:
-        """`publish_s`: longest wait for the dedicated engines. `on_other_run`: called with the
-        reason why a job's turns are refused from now on."""
-        self._jobs = jobs
+        """`publish_s`: longest wait for the dedicated engines. `wake`: set when a job is
+        activated."""
+        self._jobs = jobs = fleet.registry.jobs
         self._fleet = fleet
         self._staging = staging
+        self._turns = turns
         self._state = state
         self._clock = clock
         self._announced_s: dict[JobId, float] = {}
         """Publish time of each job's newest version; versions restored at the start have none."""
         self._publish_s = publish_s
-        self._on_activated = on_activated
-        self._on_other_run = on_other_run
-        self.other_runs = state.other_runs()
-        """Why turns are refused, of each job whose trainer began anew: engines hold weights of the
-        run before. Until a publish is taken."""
+        self._wake = wake
         rules = {
             job: StoreRule(tenant=given.tenant, pattern=given.stores) for job, given in jobs.items()
         }
@@ -62,8 +56,7 @@ class JobVersions:
 
     def newest(self, job: JobId) -> WeightVersion:
         """The job's newest published version; 0 before the first."""
-        published = self._fleet.policy.published(job)
-        return published.version if published else BASE_VERSION
+        return self._fleet.policy.newest(job)
 
     def is_active(self, job: JobId) -> bool:
         target = self._fleet.policy.target
@@ -104,10 +97,7 @@ class JobVersions:
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if published.state_hash and (refusal := policy.refusal(published)):
                 # A trainer that goes on after this would get the other run's samples.
-                self.other_runs[job] = f"the job's last publish was refused: {refusal}"
-                with suppress(sqlite3.Error):  # The process refuses them without it.
-                    self._state.refuse_turns(job, self.other_runs[job])
-                await self._on_other_run(job, self.other_runs[job])
+                await self._turns[job].end_run(f"the job's last publish was refused: {refusal}")
                 raise Stale(refusal)
             if self._takes_engines(job):
                 due = partial(self._takes_engines, job)
@@ -123,14 +113,14 @@ class JobVersions:
             self._observe(published, record)
             self._owners.note(job, store)
             if resumes:
-                self.other_runs.pop(job, None)
+                self._turns[job].begin_run()
             if new:
                 self._announced_s[job] = self._clock.now()
                 line = "job %s: version %d of store %s is announced%s"
                 _log.info(line, job, version, store, "" if serves else "; the job is not active")
             if serves:
-                await self._settle(target, patience_s=SHOWN_S)
-        return policy.switch_states(job, version) if self._sees_engines(job) else {}
+                await self._until_served(target, patience_s=SHOWN_S)
+        return policy.switch_states(job, version) if self._fleet.registry.shows_engines(job) else {}
 
     async def activate(
         self, job: JobId, *, check: Callable[[], None] = lambda: None
@@ -152,21 +142,15 @@ class JobVersions:
                 prepared = published
             check()  # Turns may have begun while engines prepared.
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
-            self._on_activated()
+            self._wake.set()
             target = policy.target
             assert target is not None
             try:
-                await self._settle(target, patience_s=self._patience_s(job))
+                await self._until_served(target, patience_s=self._patience_s(job))
             except (Exhausted, Stale) as error:
                 active = f"job {job} is active; " * self.is_active(job)
                 raise Exhausted(f"{active}{error}") from error
         return target.version, policy.switch_states(job, target.version)
-
-    def faults(self, job: JobId) -> list[str]:
-        """Faults of engines, each in one sentence; none where the job's tenant sees no engines."""
-        members = self._fleet.members.values() if self._sees_engines(job) else ()
-        found = [(each.engine.engine, " ".join(each.fault.split())) for each in members]
-        return [f"engine {engine}: {fault[:_FAULT_CHARS]}" for engine, fault in found if fault]
 
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
@@ -175,11 +159,6 @@ class JobVersions:
     def _takes_engines(self, job: JobId) -> bool:
         """Whether its publish leads the engines."""
         return self.is_active(job) or self._fleet.policy.target is None
-
-    def _sees_engines(self, job: JobId) -> bool:
-        """Whether they serve a job of the same tenant, or none."""
-        target = self._fleet.policy.target
-        return target is None or self._jobs[target.job].tenant == self._jobs[job].tenant
 
     def _observe(self, event: VersionPublished | JobActivated, record: Callable[[], None]) -> None:
         """Recorded before the fleet moves. Raises Stale, and Exhausted if it cannot be recorded."""
@@ -198,7 +177,7 @@ class JobVersions:
         """Time for which the job's newest version may yet come to be seen by engines."""
         return self._announced_s.get(job, -math.inf) + SHOWN_S - self._clock.now()
 
-    async def _settle(self, target: JobVersion, *, patience_s: float) -> None:
+    async def _until_served(self, target: JobVersion, *, patience_s: float) -> None:
         if not await self._fleet.switching.settled(
             target, timeout_s=self._publish_s, patience_s=patience_s
         ):
@@ -214,11 +193,11 @@ class JobVersions:
                 if member.engine.kind is EngineKind.DEDICATED
                 and not member.fault
                 and states.get(engine) is VersionSwitchState.CATCHING_UP
-                and self._sees_engines(target.job)
+                and self._fleet.registry.shows_engines(target.job)
             ]
             raise Exhausted(
                 f"version {target.version} of {target.job} is not served by every dedicated engine"
-                + "; ".join(["", *self.faults(target.job), *late])
+                + "; ".join(["", *self._fleet.registry.faults(target.job), *late])
             )
 
     @contextmanager

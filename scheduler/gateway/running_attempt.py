@@ -19,7 +19,7 @@ _ONE_READ_S = 0.001
 """Chunks this close came in one read, which says nothing about the pace of tokens."""
 
 
-class Cut(StrEnum):
+class CutReason(StrEnum):
     """Why a running attempt is ended from this side."""
 
     SWITCH = "switch"
@@ -54,7 +54,7 @@ class RunningAttempt:
     """Time between the last two reads that brought chunks, in s."""
     course: TurnCourse = field(default_factory=TurnCourse)
     task: "asyncio.Task[None] | None" = None
-    why_cut: Cut | None = None
+    why_cut: CutReason | None = None
     paused_s: float = 0.0
     """Wait for a guest's closed gate, in s; excluded from its speed."""
     trial: str = ""
@@ -95,7 +95,7 @@ class RunningAttempt:
         """Takes time in which the gateway itself did not listen off the silence."""
         self.chunk_at_s = min(now, self.chunk_at_s + silence_s)
 
-    def cut(self, why: Cut) -> None:
+    def cut(self, why: CutReason) -> None:
         if self.why_cut is None and self.task is not None and not self.task.done():
             self.why_cut = why
             self.task.cancel()

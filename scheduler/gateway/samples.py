@@ -2,58 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice, starmap
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
+from harvester.contracts.ids import TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
+from scheduler.gateway.job_turns import ClientRequest, JobTurns, TurnRefused
 from scheduler.gateway.loop_share import AT_ONCE, LoopShare
-from scheduler.gateway.open_turns import ClientRequest, Listen
-from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
+from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.turn import Turn
 
 _SEED_BOUND = 1 << 63
 _Begin: TypeAlias = "Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]"
-_REFUSED_STATUS = {
-    Refusal.VERSION: 409,
-    Refusal.GONE: 410,
-    Refusal.REQUEST: 422,
-    Refusal.CONTEXT: 400,
-    Refusal.JOB: 503,
-    Refusal.UNSERVED: 503,
-    Refusal.FULL: 429,
-}
-
-
-class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
-    def __init__(self, refused: RefuseTurn) -> None:
-        super().__init__(refused.reason)
-        self.status = _REFUSED_STATUS[refused.refusal]
-
-
-class TurnServer(Protocol):
-    def admitting(
-        self, job: JobId, requests: Sequence[GenerateRequest]
-    ) -> AbstractContextManager[None]:
-        """Around a request's turns. Raises Pressure where not all of them may wait."""
-        ...
-
-    def generate(
-        self,
-        job: JobId,
-        trajectory: TrajectoryId,
-        request: GenerateRequest,
-        *,
-        on_turn: Listen | None = None,
-        part_of: ClientRequest | None = None,
-    ) -> Awaitable[tuple[Turn, RefuseTurn | None]]:
-        """Serves one turn to its end."""
-        ...
 
 
 def samples_of(request: GenerateRequest) -> list[GenerateRequest]:
@@ -218,8 +183,7 @@ async def _served(begin: _Begin) -> Turn:
 
 @asynccontextmanager
 async def follow(
-    server: TurnServer,
-    job: JobId,
+    turns: JobTurns,
     trajectory: TrajectoryId,
     requests: Sequence[GenerateRequest],
     *,
@@ -231,13 +195,13 @@ async def follow(
     `name`: the id of the client's request that all of them are parts of. `named`: by the client, so
     that it can ask for the same answer again.
     """
-    with server.admitting(job, requests):
+    with turns.admitting(requests):
         samples = Samples(len(requests))
         part_of = ClientRequest(name or requests[0].request_id, trajectory, named)
 
         def begins(index: int, request: GenerateRequest) -> _Begin:
             part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
-            begin = partial(server.generate, job, part, request, part_of=part_of)
+            begin = partial(turns.serve, request, trajectory=part, part_of=part_of)
             return partial(begin, on_turn=partial(samples._follow, index))
 
         samples._unbegun = starmap(begins, enumerate(requests))

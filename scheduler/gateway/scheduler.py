@@ -1,65 +1,54 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
-import math
 import secrets
-from collections.abc import Collection, Coroutine, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted
-from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId
-from harvester.contracts.wire.engines import EngineDescription
-from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt
-from harvester.contracts.wire.stops import StopOrder
-from harvester.platform.tls import Credentials
+from harvester.contracts.ids import EngineId, JobId, SlotId
+from harvester.platform.decision_journal import JournalledPolicy
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_offers import AgentOffers
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
-from scheduler.gateway.dialects.renderer import RenderEndpoint, Renderer
-from scheduler.gateway.dispatch import Dispatcher, context_tokens
-from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places
+from scheduler.gateway.capacity.job_demands import JobDemands
+from scheduler.gateway.dialects.renderer import RenderEndpoints, Renderer
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.engines.engine_client import EngineClient
-from scheduler.gateway.engines.engine_connections import EngineConnections
-from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.job_pauses import PauseControl, PauseMode
-from scheduler.gateway.job_switches import JobSwitches, Switch
+from scheduler.gateway.job_pauses import JobPauses
+from scheduler.gateway.job_switches import JobSwitches
+from scheduler.gateway.job_turns import JobTurns
 from scheduler.gateway.job_versions import JobVersions
-from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnsweredTurns
-from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
+from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy
 from scheduler.gateway.policy.routing import RoutingPolicy
-from scheduler.gateway.policy.routing_events import (
-    ForgetPrefix,
-    Refusal,
-    RefuseTurn,
-    TrajectoryEnded,
-)
-from scheduler.gateway.policy.turn import Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
-from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.samples import TurnRefused
-from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
+from scheduler.gateway.settings import AgentSettings, GatewaySettings
 from scheduler.gateway.turn_runner import TurnRunner
 from scheduler.gateway.version_staging import VersionStaging
-from scheduler.model import Engine, EngineKind
+from scheduler.model import Engine
 
 _EXPIRED_S = 0.25
 """Period of checks for expired switches and answers, and of retries of failed records, in s."""
-# Session ids seen, to count trajectories once; forgotten together when there are too many.
-_SESSIONS_REMEMBERED = 1 << 17
 
 
 class Scheduler:
+    """Each part is given the parts that it stands on. Leases depend on many: these set `wake`."""
+
     def __init__(
         self,
         settings: GatewaySettings,
@@ -67,129 +56,100 @@ class Scheduler:
         state: SchedulerState,
         session: aiohttp.ClientSession,
     ) -> None:
-        self.settings = settings
-        self.metrics = GatewayMetrics()
-        self.state = state
-        self._clock = clock
-        self._session = session
-        times = settings.timeouts
-        self._renderers = [
-            EngineConnections(given.url, connect_s=times.connect_s, credentials=given)
-            for given in settings.renderers
-        ]
-        self.renderer = Renderer(self._renderer_peers, times)
+        self.settings, self.state = settings, state
+        self._clock, self._session = clock, session
         self._tasks: list[asyncio.Future[None]] = []
-        self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
-        self.ledgers = {job: TurnLedger(job) for job in self.jobs}
-        self._harvesting = {job: given.harvesting for job, given in self.jobs.items()}
-        self.tokens = {job: dict.fromkeys(map(str, EngineKind), 0) for job in self.jobs}
-        """Generated by attempts that have ended, by the kind of engine."""
-        self.switches = JobSwitches(state, clock, self._switched)
-        self.exported: dict[tuple[JobId, str], int] = {}
-        """Ledger totals that the metrics have had."""
-        self._sessions: set[tuple[JobId, TrajectoryId]] = set()
-        routing = RoutingPolicy(settings.routing_config)
         self._policy_fault: asyncio.Future[None] | None = None
-        self.capacity_wake = asyncio.Event()
-        """Set where something changed that leases depend on."""
-        self.dispatcher = Dispatcher(
-            routing,
-            clock,
-            queue_s=times.queue_s,
-            waits_for_permit=lambda job: not self.fleet.may_use_dedicated(job),
-            fault_for=lambda job: next(iter(self.versions.faults(job)), ""),
-            on_queued=self.capacity_wake.set,
-            on_forgotten=self._forget_prefix,
-            on_fault=self._fail,
+        times, self.wake = settings.timeouts, asyncio.Event()
+        self.engine_client = partial(EngineClient, session, connect_s=times.connect_s)
+        self.metrics, self.blame = metrics, blame = GatewayMetrics(), RequestBlame()
+        self.jobs = {JobId(job.id): job for job in settings.jobs}
+        self.ledgers = {job: TurnLedger(job) for job in self.jobs}
+
+        versions = VersionPolicy(settings.versions_config)
+        self._versions_log = log = self._log(versions, settings.versions_config)
+        self.offers = self._offers()
+        self.registry = registry = EngineRegistry(versions, self.jobs, self.offers)
+        routing, queue_s = RoutingPolicy(settings.routing_config), times.queue_s
+        self.dispatcher = dispatcher = Dispatcher(
+            routing, registry, clock, queue_s=queue_s, queued=self.wake, on_fault=self._fail
         )
-        versions_config = {
-            "min_dedicated": int(any(e.kind is EngineKind.DEDICATED for e in settings.engines)),
-            **settings.versions,
-        }
-        versions = VersionPolicy.from_config(versions_config)
-        self._versions_log = self._log(versions, msgspec.convert(versions_config, VersionsConfig))
-        self.blame = blame = RequestBlame()
-        self.fleet = EngineFleet(
-            versions,
-            self.dispatcher,
-            blame,
-            self._versions_log,
-            clock,
-            update_s=times.update_s,
-            adapter_of=lambda job: self.jobs[job].adapter,
-            leasable=self._leasable,
-            on_fault=self._fail,
-            on_served=lambda member, seconds: self.metrics.switch_s.labels(
-                member.engine.kind
-            ).observe(seconds),
+        self.fleet = fleet = EngineFleet(
+            registry, dispatcher, blame, log, metrics, clock, times.update_s, on_fault=self._fail
         )
-        self.harvest = self._make_slots()
-        self.probing = EngineProbing(self.fleet, blame, clock)
-        self.runner = TurnRunner(
-            self.fleet,
-            self.probing,
-            self.dispatcher,
+        self.switches = JobSwitches(fleet, state, clock, wake=self.wake)
+        self.stops = ClusterStops(state, self.offers.agents)
+        self.demands = JobDemands(registry, dispatcher, self.switches, self.stops)
+        self.harvest = self._harvested_slots()
+        self.probing = probing = EngineProbing(fleet, blame, clock)
+        self.runner = runner = TurnRunner(
+            fleet,
+            probing,
+            dispatcher,
             blame,
+            metrics,
             clock,
             timeouts=times,
             max_attempts=settings.max_attempts,
-            returns_partial=self._returns_partial,
-            on_interrupted=self._count_interruption,
-            on_left=self._count_tokens,
             on_lease_refused=self.harvest.refused,
-            on_loop_late=self.metrics.loop_lag_s.observe,
         )
-        self.pauses = PauseControl(self.fleet, self.dispatcher, clock)
         self.answered = AnsweredTurns(settings.answer_bounds)
-        self._open_turns = {
-            job: OpenTurns(
-                ledger,
-                self.runner.run,
-                clock,
-                on_end=self._count_end,
-                rejoin_s=times.rejoin_s,
-                answered=self.answered,
-                tenant=TenantId(self.jobs[job].tenant),
-            )
+        shared = runner, registry, dispatcher, self.answered, state, metrics, clock
+        self.turns = {
+            job: JobTurns(ledger, *shared, rejoin_s=times.rejoin_s)
             for job, ledger in self.ledgers.items()
         }
-        staging = VersionStaging(
-            self.fleet,
-            clock,
-            stage_s=times.stage_s,
-            on_staged=lambda member, outcome, seconds: self.metrics.staging_s.labels(
-                member.engine.kind, outcome
-            ).observe(seconds),
-        )
+        self.pauses = JobPauses(fleet, self.turns, dispatcher, clock)
+        staging = VersionStaging(fleet, metrics, clock, stage_s=times.stage_s)
         self.versions = JobVersions(
-            self.jobs,
-            self.fleet,
-            staging,
-            state,
-            clock,
-            publish_s=times.publish_s,
-            on_activated=self.capacity_wake.set,
-            on_other_run=self._end_run,
+            fleet, staging, self.turns, state, clock, publish_s=times.publish_s, wake=self.wake
+        )
+        self._render = RenderEndpoints(settings.renderers, registry, connect_s=times.connect_s)
+        self.renderer = Renderer(self._render, times)
+
+    def _offers(self) -> AgentOffers:
+        settings = self.settings
+        return AgentOffers(
+            {agent.id: self._agent(agent) for agent in settings.agents},
+            {agent.id: agent.guests for agent in settings.agents},
+            {SlotId(each.slot): each for each in settings.engines if each.slot is not None},
         )
 
-    def _make_slots(self) -> HarvestedSlots:
-        settings = self.settings
-        config = {"instance": f"gateway-{secrets.token_hex(12)}", **settings.capacity}
-        policy = CapacityPolicy.from_config(config)
-        self._capacity_log = self._log(policy, msgspec.convert(config, CapacityConfig))
+    def _harvested_slots(self) -> HarvestedSlots:
+        # Part of the ids of its lease requests: no other gateway's, and not guessable.
+        instance = f"gateway-{secrets.token_hex(12)}"
+        config = msgspec.convert({"instance": instance, **self.settings.capacity}, CapacityConfig)
+        policy = CapacityPolicy(config)
+        self._capacity_log = self._log(policy, config)
         return HarvestedSlots(
             policy,
             self.fleet,
+            self.offers,
+            self.stops,
+            self.demands,
             self.state,
             self._capacity_log,
             self._clock,
-            wake=self.capacity_wake,
-            agents={agent.id: self._agent(agent) for agent in settings.agents},
-            guests={SlotId(e.slot): e for e in settings.engines if e.slot is not None},
-            client_of=self._engine_client,
-            credentials={agent.id: agent.guests for agent in settings.agents},
-            demands=self.demands,
-            tenant_of=lambda job: TenantId(self.jobs[job].tenant),
+            wake=self.wake,
+            client_of=self.engine_client,
+        )
+
+    def _log(self, policy: JournalledPolicy, config: msgspec.Struct) -> DecisionLog:
+        return DecisionLog(
+            self.settings.journal_dir,
+            policy,
+            msgspec.to_builtins(config),
+            max_bytes=self.settings.journal_max_bytes,
+            now=self._clock.now(),
+        )
+
+    def _agent(self, agent: AgentSettings) -> AgentClient:
+        return AgentClient(
+            self._session,
+            agent.url,
+            timeout_s=self.settings.timeouts.agent_s,
+            credentials=agent,
+            prefix=self.settings.slot_prefix(agent.id),
         )
 
     def reconfigure(self, given: GatewaySettings) -> tuple[list[str], tuple[str, ...]]:
@@ -201,70 +161,25 @@ class Scheduler:
         self.dispatcher.policy.reconfigure(merged.routing_config)
         self.answered.reconfigure(merged.answer_bounds)
         for agent in new:
-            self.harvest.add_agent(agent.id, self._agent(agent), agent.guests)
+            self.offers.add_agent(agent.id, self._agent(agent), agent.guests)
+        self.wake.set()
         return [agent.id for agent in new], waiting
-
-    def _renderer_peers(self) -> list[RenderEndpoint]:
-        """The configured renderers; without any, the dedicated engines that are up, the longest
-        context first. Raises Exhausted without an engine."""
-        members = self.fleet.members.values()
-        engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
-        if not (self._renderers or engines):
-            raise Exhausted(
-                "text cannot be rendered: no renderer or dedicated engine is configured"
-            )
-        longest = max((each.context_tokens for each in engines), default=0)
-        engines.sort(key=lambda each: -each.context_tokens)
-        return [RenderEndpoint(each) for each in self._renderers] or [
-            RenderEndpoint(
-                each.client.connections,
-                short_tokens=each.context_tokens if each.context_tokens < longest else 0,
-            )
-            for each in engines
-            if each.up
-        ]
-
-    def _log(self, policy: Any, config: msgspec.Struct) -> DecisionLog:
-        return DecisionLog(
-            self.settings.journal_dir,
-            policy,
-            msgspec.to_builtins(config),
-            max_bytes=self.settings.journal_max_bytes,
-            now=self._clock.now(),
-        )
-
-    def _engine_client(self, url: str, credentials: Credentials) -> EngineClient:
-        connect_s = self.settings.timeouts.connect_s
-        return EngineClient(self._session, url, connect_s=connect_s, credentials=credentials)
-
-    def _agent(self, agent: AgentSettings) -> AgentClient:
-        timeout_s = self.settings.timeouts.agent_s
-        return AgentClient(
-            self._session,
-            agent.url,
-            timeout_s=timeout_s,
-            credentials=agent,
-            prefix=self.settings.slot_prefix(agent.id),
-        )
 
     async def start(self) -> None:
         """Resume the state of the previous process, then watch engines, stalls and agents."""
-        self._resume()
-        times = self.settings.timeouts
-        for given in self.settings.engines:
-            if given.kind is EngineKind.DEDICATED:
-                self.fleet.add(
-                    Engine(
-                        engine=EngineId(given.id),
-                        kind=given.kind,
-                        url=given.url,
-                        concurrency=given.concurrency,
-                        numerics=given.numerics,
-                    ),
-                    self._engine_client(given.url, given),
-                )
+        self.switches.resume()
+        self.versions.resume()
+        for given in self.settings.dedicated:
+            engine = Engine(
+                engine=EngineId(given.id),
+                kind=given.kind,
+                url=given.url,
+                concurrency=given.concurrency,
+                numerics=given.numerics,
+            )
+            self.fleet.add(engine, self.engine_client(given.url, credentials=given))
         loops: list[Coroutine[Any, Any, None]] = [
-            self.probing.run(period_s=times.health_s),
+            self.probing.run(period_s=self.settings.timeouts.health_s),
             self.runner.stalls.run(),
             self._watch_expired(),
         ]
@@ -273,19 +188,15 @@ class Scheduler:
         self._policy_fault = asyncio.get_running_loop().create_future()
         self._tasks = [*map(asyncio.create_task, loops), self._policy_fault]
 
-    def _resume(self) -> None:
-        for job in self.state.parked():
-            self.fleet.use_dedicated(job, enabled=False)
-        for job, facts in self.state.jobs().items():
-            if job in self.jobs and facts.harvesting is not None:
-                self._harvesting[job] = facts.harvesting
-        self.versions.resume()
-
-    def _leasable(self) -> list[EngineDescription]:
-        return self.harvest.leasable()
-
-    def _forget_prefix(self, effect: ForgetPrefix) -> None:
-        self.fleet.forget_prefix(effect)
+    async def _watch_expired(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRED_S)
+            now = self._clock.now()
+            self.answered.expire(now=now)
+            self.switches.expire(now=now)
+            self.pauses.expire(now=now)
+            self._versions_log.check(now=now)
+            self._capacity_log.check(now=now)
 
     def _fail(self, error: Exception) -> None:
         """An error of a policy: turns that it had placed would wait for ever."""
@@ -306,12 +217,11 @@ class Scheduler:
             for close in (self.state.close, self._capacity_log.close, self._versions_log.close):
                 steps.callback(close)
             steps.push_async_callback(self.fleet.close)
-            for renderer in self._renderers:
-                steps.callback(renderer.close)
+            steps.callback(self._render.close)
             steps.push_async_callback(self.harvest.release_all)
             steps.push_async_callback(self._end_loops)
-            for open_turns in self._open_turns.values():
-                steps.push_async_callback(open_turns.close)
+            for turns in self.turns.values():
+                steps.push_async_callback(turns.close)
             steps.callback(self.runner.close)
 
     async def _end_loops(self) -> None:
@@ -319,115 +229,13 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def generate(
-        self,
-        job: JobId,
-        trajectory: TrajectoryId,
-        request: GenerateRequest,
-        *,
-        on_turn: Listen | None = None,
-        part_of: ClientRequest | None = None,
-    ) -> tuple[Turn, RefuseTurn | None]:
-        """Serve one turn to its end, or join it where the job asked for the same before.
-
-        A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine. Raises
-        TurnRefused where engines hold weights of an earlier run of the job's trainer.
-        """
-        reason = self.versions.other_runs.get(job)
-        if reason and (part_of is None or part_of.aborted is None):
-            key = turn_key(job, request.request_id)
-            raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
-        return await self._open_turns[job].serve(
-            request,
-            trajectory=trajectory,
-            on_turn=on_turn,
-            on_begin=lambda: self._count_session(job, trajectory),
-            newest=self.versions.newest(job),
-            part_of=part_of,
-        )
-
-    def admitting(
-        self, job: JobId, requests: Sequence[GenerateRequest]
-    ) -> AbstractContextManager[None]:
-        """Reserves queue room for all new turns of a request (joined turns need none). Raises
-        Pressure, and TurnRefused if a turn fits no engine, before any sample begins.
-
-        Routing itself decides on a single turn, which may find a free engine.
-        """
-        if len(requests) == 1:
-            return nullcontext()
-        held = self._open_turns[job]
-        new = [each for each in requests if each.request_id not in held]
-        longest = max(map(context_tokens, new), default=0)
-        if reason := self.dispatcher.policy.too_long(job, longest):
-            turn = turn_key(job, new[0].request_id)
-            raise TurnRefused(RefuseTurn(turn=turn, refusal=Refusal.CONTEXT, reason=reason))
-        return self.dispatcher.admitting([turn_key(job, each.request_id) for each in new])
-
-    async def abort(self, job: JobId, ids: Collection[str] | None) -> int:
-        """Ends the job's open turns with these names (None: all) with their tokens so far."""
-        return await self._open_turns[job].abort(ids=ids)
-
-    async def _end_run(self, job: JobId, why: str) -> None:
-        self.answered.expire(now=math.inf)  # The new run may give its requests the same names.
-        await self._open_turns[job].abort(fault=why)
-
-    async def pause(self, job: JobId, mode: PauseMode, *, for_s: float | None = None) -> None:
-        """Begins no turn of the job, until it is resumed or `for_s` have passed without another
-        call. A restarted gateway is not paused."""
-        self.pauses.begin(job, for_s=math.inf if for_s is None else for_s)
-        if mode is PauseMode.ABORT:
-            await self.abort(job, None)
-        else:
-            await self.pauses.emptied(job, cut=mode is PauseMode.KEEP)
-
-    def resume(self, job: JobId) -> None:
-        self.pauses.end(job)
-
-    def is_paused(self, job: JobId) -> bool:
-        return self.pauses.is_paused(job)
-
-    async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
-        """Aborts the open turns of a trajectory and forgets where its prefix is; returns the number
-        of aborted turns."""
-        aborted = await self._open_turns[job].abort(session=trajectory)
-        self._sessions.discard((job, trajectory))
-        self.dispatcher.observe(TrajectoryEnded(job=job, trajectory=trajectory))
-        return aborted
-
-    def uses_engines(self, job: JobId) -> bool:
-        """Whether it has turns on engines or in line for them. A turn that is deferred for its
-        pin, or waits for the end of a pause, uses none, however long it waits."""
-        routing = self.dispatcher.policy
-        queued = not routing.is_paused(job) and routing.queued_turns_of(job)
-        return bool(routing.open_turns_of(job) or queued)
-
-    def model_names(self, job: JobId) -> set[str]:
-        """Model names that a request of the job may use. The base of its adapter is none of them,
-        since engines answer with the adapter."""
-        adapter = self.jobs[job].adapter
-        return {job, adapter} if adapter else {job, *self.fleet.models()}
-
-    def may_meet_other_models(self, job: JobId) -> bool:
-        """Whether no engine's model is known yet, though there are engines to come."""
-        known = self.jobs[job].adapter or self.fleet.models()
-        return not known and bool(self.fleet.members or self.settings.agents)
-
-    def _switched(self, job: JobId, switch: Switch, on: bool) -> None:
-        match switch:
-            case Switch.HARVESTING:
-                self._harvesting[job] = on
-            case Switch.DEDICATED:
-                self.fleet.use_dedicated(job, enabled=on)
-        self.capacity_wake.set()
-
     def unrecorded(self) -> list[str]:
         """Nouns for the facts that journals and state file lack now."""
         lacking = {
             "budgets": self.harvest.budgets.fault,
             "decisions": self._versions_log.fault or self._capacity_log.fault,
             "leases": self.harvest.unrecorded,
-            "stops": self.harvest.stops.unrecorded,
+            "stops": self.stops.unrecorded,
             "switches": self.switches.unrecorded,
         }
         return [noun for noun, fault in lacking.items() if fault]
@@ -435,67 +243,3 @@ class Scheduler:
     def missing_decisions(self) -> int:
         """Decisions without a line in a journal."""
         return self._versions_log.missing_total + self._capacity_log.missing_total
-
-    def harvesting(self, job: JobId) -> bool:
-        return self._harvesting[job]
-
-    def demands(self) -> tuple[Demand, ...]:
-        target, routing = self.fleet.policy.target, self.dispatcher.policy
-        active = target.job if target else None
-        places = dedicated_places(self.fleet)
-        return tuple(
-            Demand(
-                job=job,
-                active=job == active,
-                harvesting=self._harvesting[job] and not self._drained(job),
-                queued=0 if routing.is_paused(job) else routing.queued_turns_of(job),
-                running=routing.open_turns_of(job),
-                dedicated_places=places if self.fleet.may_use_dedicated(job) else 0,
-                dispatched=dict(self.dispatcher.dispatched) if job == active else {},
-                s_per_token=routing.speeds() if job == active else {},
-            )
-            for job in self.jobs
-        )
-
-    def _drained(self, job: JobId) -> bool:
-        tenant = TenantId(self.jobs[job].tenant)
-        return self.harvest.stops.order_for(tenant) is StopOrder.DRAIN
-
-    def _count_tokens(self, turn: Turn, member: Member, tokens: int) -> None:
-        if tokens:
-            engine = member.engine
-            self.metrics.generated_tokens.labels(turn.job, engine.engine, engine.kind).inc(tokens)
-            self.tokens[turn.job][engine.kind] += tokens
-
-    def _returns_partial(self, turn: Turn) -> bool:
-        own = turn.request.on_interrupt
-        return (own or self.jobs[turn.job].on_interrupt) is OnInterrupt.RETURN_PARTIAL
-
-    def _count_interruption(self, turn: Turn, cause: str) -> None:
-        outcome = "returned" if self._returns_partial(turn) else "continued"
-        self.metrics.interruptions.labels(turn.job, cause, outcome).inc()
-
-    async def _watch_expired(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRED_S)
-            now = self._clock.now()
-            self.answered.expire(now=now)
-            self.switches.expire(now=now)
-            self.pauses.expire(now=now)
-            self._versions_log.check(now=now)
-            self._capacity_log.check(now=now)
-
-    def _count_session(self, job: JobId, trajectory: TrajectoryId) -> None:
-        if (job, trajectory) not in self._sessions:
-            if len(self._sessions) >= _SESSIONS_REMEMBERED:
-                self._sessions.clear()
-            self._sessions.add((job, trajectory))
-            self.metrics.trajectories.labels(job, "started").inc()
-
-    def _count_end(self, turn: Turn) -> None:
-        self.metrics.turns.labels(turn.job, turn.outcome).inc()
-        stale = sum(
-            span.end - span.start for span in turn.spans_now() if not turn.pin.admits(span.version)
-        )
-        if stale:
-            self.metrics.stale_tokens.labels(turn.job).inc(stale)

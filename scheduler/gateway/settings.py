@@ -166,6 +166,11 @@ class Timeouts(FrozenSettings):
     agent_s: Seconds = 2.0
     """Time limit of one call of an agent."""
 
+    @property
+    def shortest_silence_s(self) -> float:
+        """Least silence of an engine that may move a turn, in s."""
+        return min(self.stall_s, self.guest_stall_s, self.guest_tail_stall_s, self.silence_s)
+
     def moved_after_s(self, kind: EngineKind, *, tail: bool) -> float:
         """The silence after which a turn leaves an engine of this kind if another has room, in
         s."""
@@ -229,12 +234,11 @@ class GatewaySettings(FrozenSettings):
     @model_validator(mode="after")
     def _consistent(self) -> "GatewaySettings":
         # A guest's address is its agent's to say.
-        dedicated = [each for each in self.engines if each.kind is EngineKind.DEDICATED]
         for what, names in (
             ("engine", [engine.id for engine in self.engines]),
             ("agent", [agent.id for agent in self.agents]),
             ("job", [job.id for job in self.jobs]),
-            ("engine's url", [engine.url for engine in dedicated]),
+            ("engine's url", [engine.url for engine in self.dedicated]),
             ("agent's url", [agent.url for agent in self.agents]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -264,6 +268,10 @@ class GatewaySettings(FrozenSettings):
         return self
 
     @property
+    def dedicated(self) -> tuple[EngineSettings, ...]:
+        return tuple(each for each in self.engines if each.kind is EngineKind.DEDICATED)
+
+    @property
     def routing_config(self) -> RoutingConfig:
         moved = {"moved_after_s": self.timeouts.guest_stall_s}
         return msgspec.convert(moved | self.routing, RoutingConfig)
@@ -271,6 +279,11 @@ class GatewaySettings(FrozenSettings):
     @property
     def answer_bounds(self) -> AnswerBounds:
         return AnswerBounds(**self.answers.model_dump())
+
+    @property
+    def versions_config(self) -> VersionsConfig:
+        fewest = {"min_dedicated": int(bool(self.dedicated))}
+        return msgspec.convert(fewest | self.versions, VersionsConfig)
 
     def slot_prefix(self, agent: str) -> str:
         """Before the names of its slots: nodes that are installed alike name them alike."""

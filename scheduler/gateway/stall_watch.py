@@ -1,16 +1,16 @@
 """Moves turns off silent engines. A turn stays where no other engine has room for it."""
 
 import asyncio
-from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.fleet_member import Member, unfit_for
-from scheduler.gateway.policy.course import FirstTokens
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.versions_events import TimePassed
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.request_blame import RequestBlame
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
 
@@ -23,20 +23,18 @@ class StallWatch:
         fleet: EngineFleet,
         probing: EngineProbing,
         dispatcher: Dispatcher,
+        blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         timeouts: Timeouts,
-        first_tokens: FirstTokens,
-        on_late: Callable[[float], None],
     ) -> None:
-        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one.
-        `on_late`: called at each look with the event loop's lateness, in s."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
-        self._first_tokens = first_tokens
-        self._on_late = on_late
+        self._first_tokens = blame.first_tokens
+        self._metrics = metrics
 
     async def run(self) -> None:
         period_s = min(WATCH_S, self._timeouts.guest_tail_stall_s / 4)
@@ -46,13 +44,13 @@ class StallWatch:
             # An event loop that is late has read no engine meanwhile: that silence is its own.
             # Counted as the engines', an overload would move every turn, and so never end.
             late_s = max(0.0, self._clock.now() - due_s)
-            self._on_late(late_s)
+            self._metrics.loop_lag_s.observe(late_s)
             if late_s > WATCH_S:
                 self._probing.was_late()
             self._dispatcher.observe(TimePassed())
-            self._look(late_s)
+            self._cut_stalled(late_s)
 
-    def _look(self, late_s: float) -> None:
+    def _cut_stalled(self, late_s: float) -> None:
         """Apart from `run`, whose frame would keep the last turn until the next."""
         moving = 0
         for member in tuple(self._fleet.members.values()):
@@ -60,7 +58,7 @@ class StallWatch:
                 running.excuse(late_s, now=self._clock.now())
                 moving += self._moves(member, running, moving)
 
-    def _moves(self, member: Member, running: RunningAttempt, moving: int) -> bool:
+    def _moves(self, member: FleetMember, running: RunningAttempt, moving: int) -> bool:
         """Cuts a stalled turn; `moving` other turns leave already and have not taken their places
         yet."""
         now, kind = self._clock.now(), member.engine.kind
@@ -73,8 +71,8 @@ class StallWatch:
             stall_s, usual_first_token_s=usual_s
         ):
             unfit = unfit_for(running.turn, self._fleet.members)
-            avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
+            avoid = running.course.avoids(now=now).keys() | unfit
             stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
         if stalls:
-            running.cut(Cut.STALL)
+            running.cut(CutReason.STALL)
         return stalls

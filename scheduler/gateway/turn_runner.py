@@ -6,26 +6,20 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId
-from harvester.contracts.wire.rollouts import FinishReason
+from harvester.contracts.wire.rollouts import FinishReason, OnInterrupt
 from scheduler.gateway.attempt_runner import AttemptRunner
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.engines.engine_faults import (
-    RequestRefused,
-)
-from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.engines.engine_faults import RequestRefused
+from scheduler.gateway.fleet_member import FleetMember, unfit_for
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.attempt import output_fields
 from scheduler.gateway.policy.course import TurnCourse
-from scheduler.gateway.policy.routing_events import (
-    DispatchTurn,
-    Refusal,
-    RefuseTurn,
-    TurnLeft,
-)
+from scheduler.gateway.policy.routing_events import DispatchTurn, Refusal, RefuseTurn, TurnLeft
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stall_watch import WATCH_S, StallWatch
 
@@ -40,19 +34,14 @@ class TurnRunner:
         probing: EngineProbing,
         dispatcher: Dispatcher,
         blame: RequestBlame,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
         timeouts: Timeouts,
         max_attempts: int,
-        returns_partial: Callable[[Turn], bool] = lambda _turn: False,
-        on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None,
-        on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None,
-        on_lease_refused: Callable[[Member], None] = lambda _member: None,
-        on_loop_late: Callable[[float], None] = lambda _late_s: None,
+        on_lease_refused: Callable[[FleetMember], None] = lambda _member: None,
     ) -> None:
-        """`returns_partial`: whether a turn that is interrupted after its first token ends there.
-        `on_interrupted`: called with the cause for each turn that has tokens and loses its engine.
-        `on_left`: called with an attempt's tokens when it has ended."""
+        """`on_lease_refused`: called with the guest that refuses its lease's epoch."""
         self._fleet = fleet
         self._probing = probing
         self._dispatcher = dispatcher
@@ -61,21 +50,18 @@ class TurnRunner:
         self._max_attempts = max_attempts
         self._closing = False
         self._blame = blame
-        self.stalls = StallWatch(
-            fleet, probing, dispatcher, clock, timeouts, blame.first_tokens, on_loop_late
-        )
+        self.stalls = StallWatch(fleet, probing, dispatcher, blame, metrics, clock, timeouts)
         self._attempts = AttemptRunner(
             fleet,
             probing,
             dispatcher,
             blame,
+            metrics,
             clock,
             timeouts=timeouts,
-            on_left=on_left,
             on_lease_refused=on_lease_refused,
         )
-        self._returns_partial = returns_partial
-        self._on_interrupted = on_interrupted
+        self._metrics = metrics
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
@@ -107,11 +93,18 @@ class TurnRunner:
                 if not turn.token_ids:
                     raise
             if course.interruption and turn.token_ids and not turn.ended:
-                self._on_interrupted(turn, course.interruption)
-                if self._returns_partial(turn):
+                partial = self._returns_partial(turn)
+                outcome = "returned" if partial else "continued"
+                self._metrics.interruptions.labels(turn.job, course.interruption, outcome).inc()
+                if partial:
                     turn.fault = f"interrupted ({course.interruption}): {course.why}"
                     turn.end(FinishReason.ABORT)
         return None
+
+    def _returns_partial(self, turn: Turn) -> bool:
+        """Whether a turn that is interrupted after its first token ends there."""
+        own = turn.request.on_interrupt or self._fleet.registry.jobs[turn.job].on_interrupt
+        return own is OnInterrupt.RETURN_PARTIAL
 
     def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""
@@ -151,14 +144,7 @@ class TurnRunner:
         unfit = unfit_for(turn, self._fleet.members) | course.too_short
         avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
         placed = await self._dispatcher.place(
-            turn,
-            resumed=course.resumed,
-            wait=course.wait,
-            suspect=suspect,
-            avoid=tuple(sorted(avoid)),
-            unfit=unfit,
-            until_s=min(avoid.values(), default=math.inf),
-            pin_until_s=course.pin_until_s,
+            turn, course, avoid=avoid, unfit=unfit, until_s=min(avoid.values(), default=math.inf)
         )
         # A request of the same content may have failed engines while this one waited.
         now = self._clock.now()
@@ -189,4 +175,4 @@ class TurnRunner:
         self._dispatcher.close()
         for member in self._fleet.members.values():
             for running in tuple(member.running):
-                running.cut(Cut.SHUTDOWN)
+                running.cut(CutReason.SHUTDOWN)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.engine_control import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
 
@@ -27,22 +28,16 @@ class VersionStaging:
     runs before it begins the next."""
 
     def __init__(
-        self,
-        fleet: EngineFleet,
-        clock: Clock,
-        *,
-        stage_s: float,
-        on_staged: Callable[[Member, str, float], None],
+        self, fleet: EngineFleet, metrics: GatewayMetrics, clock: Clock, *, stage_s: float
     ) -> None:
-        """`stage_s`: longest wait for engines that prepare a version while they sample.
-        `on_staged`: called with an engine's outcome and its seconds."""
+        """`stage_s`: longest wait for engines that prepare a version while they sample."""
         self._fleet = fleet
         self._clock = clock
         self.stage_s = stage_s
         self._lock = asyncio.Lock()
         self._in_line: list[JobVersion] = []
         """Versions whose preparation has not begun."""
-        self._on_staged = on_staged
+        self._metrics = metrics
 
     async def prepare(
         self, target: JobVersion, *, patience_s: float, is_due: Callable[[], bool] = lambda: True
@@ -108,7 +103,7 @@ class VersionStaging:
 
     def _staging(
         self, target: JobVersion, kind: EngineKind
-    ) -> dict[Member, asyncio.Task[StageReply]]:
+    ) -> dict[FleetMember, asyncio.Task[StageReply]]:
         return {
             member: self._fleet.spawn(self._stage(member, target))
             for member in self._fleet.members.values()
@@ -118,15 +113,16 @@ class VersionStaging:
             and (member.is_described or kind is EngineKind.DEDICATED)
         }
 
-    async def _stage(self, member: Member, target: JobVersion) -> StageReply:
+    async def _stage(self, member: FleetMember, target: JobVersion) -> StageReply:
         began_s = self._clock.now()
         reply = await member.client.stage(
             HeldWeights(target.store, target.version),
             timeout_s=self.stage_s,
-            adapter=self._fleet.adapter_of(target.job),
+            adapter=self._fleet.registry.jobs[target.job].adapter,
             # Asked after its switch, a guest would prepare the version again.
             goes_on=lambda: member.up and self._is_next(target),
         )
         outcome = "ready" if reply.ready else "failed" if reply.fault else "late"
-        self._on_staged(member, outcome, self._clock.now() - began_s)
+        staging_s = self._metrics.staging_s.labels(member.engine.kind, outcome)
+        staging_s.observe(self._clock.now() - began_s)
         return reply

@@ -11,7 +11,7 @@ import pytest
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
-from scheduler.gateway.policy import routing
+from scheduler.gateway.policy import engine_selection
 from scheduler.gateway.policy.versions import EngineState, VersionPolicy
 from scheduler.model import Lease
 from scheduler.rollmux.control.permit import Permit
@@ -111,7 +111,7 @@ def _published_down(own: Any, self: VersionPolicy, event: Any) -> Any:
 
 VERSION: list[tuple[str, Patch]] = [
     ("is labelled", _set(VersionPolicy, "serves", lambda self, *_: True)),
-    ("a turn pinned to", _around(routing, "_may_serve", _serves_any)),
+    ("a turn pinned to", _around(engine_selection, "_may_serve", _serves_any)),
     ("it is not known who it is", _around(VersionPolicy, "_join", _serves_at_once)),
     ("refused is False", _around(VersionPolicy, "_publish", _published_down)),
     ("no progress", _set(VersionPolicy, "_retry", lambda self, now: [])),

@@ -28,6 +28,7 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.gateway.dispatch import arrival
 from scheduler.gateway.engines.identity import Change, change_between
 from scheduler.gateway.policy.attempt import Attempt
+from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -120,7 +121,7 @@ class TurnPart:
         self.truth: list[int] = []
 
     def arrival(self) -> Any:
-        return arrival(self.turn, resumed=bool(self.attempts), pin_until_s=0.0)
+        return arrival(self.turn, TurnCourse(pin_until_s=0.0, resumed=bool(self.attempts)))
 
     def key(self) -> str:
         return self.turn.key

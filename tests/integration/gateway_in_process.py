@@ -13,7 +13,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, SlotId
 from harvester.platform.http_kit import listen, serving
 from harvester.platform.tenants import Tenants
-from harvester.platform.tls import NO_CREDENTIALS, ServerTls
+from harvester.platform.tls import ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
@@ -108,7 +108,7 @@ class GatewayInProcess:
         offered = Engine(
             engine=name, kind=EngineKind.GUEST, url=site.url, concurrency=4, numerics=""
         )
-        client = self.scheduler._engine_client(site.url, NO_CREDENTIALS)
+        client = self.scheduler.engine_client(site.url)
         self.scheduler.fleet.add(offered, client, lease=lease)
         return name
 

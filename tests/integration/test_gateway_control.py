@@ -9,11 +9,11 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.gateway import job_versions, version_staging
 from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
-from scheduler.gateway.engines.engine_client import StageReply
+from scheduler.gateway.engines.engine_control import StageReply
 from scheduler.gateway.engines.identity import HeldWeights
 from scheduler.gateway.gateway_status import render_metrics
 from scheduler.gateway.policy.versions_events import TimePassed
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 
@@ -91,7 +91,7 @@ async def test_a_pause_that_aborts_ends_all_turns_and_one_that_waits_lets_them_e
         short = asyncio.create_task(gateway.generate("r2", 60))
         await gateway.until_tokens(2)
         pause = asyncio.create_task(gateway.post("/pause?mode=wait", {}))
-        await gateway.until(lambda: gateway.scheduler.is_paused("job"))
+        await gateway.until(lambda: gateway.scheduler.pauses.is_paused("job"))
         late = asyncio.create_task(gateway.generate("r3", 4))
         assert (await pause)[0] == 200
         assert gateway.scheduler.dispatcher.policy.open_turns == 0
@@ -190,7 +190,7 @@ async def test_a_tenant_with_one_job_needs_no_header_beside_other_tenants(tmp_pa
         assert await pause("a") == 200
         assert await pause("b") == 400, "it has two jobs"
         assert await pause("c") == 401
-        paused = [job for job in gateway.scheduler.jobs if gateway.scheduler.is_paused(job)]
+        paused = [job for job in gateway.scheduler.jobs if gateway.scheduler.pauses.is_paused(job)]
         assert paused == ["job-a"]
 
 
@@ -199,7 +199,7 @@ async def test_a_pause_that_is_over_holds_and_waits_for_no_turn(mode: str) -> No
     async with gateway_on(engine()) as gateway:
         running = asyncio.create_task(gateway.generate("r", 300))
         await gateway.until_tokens(2)
-        gateway.scheduler.resume(JobId("job"))
+        gateway.scheduler.pauses.end(JobId("job"))
         async with asyncio.timeout(1.0):
             await gateway.scheduler.pauses.emptied(JobId("job"), cut=mode == "keep")
         assert (await running)[1]["token_ids"] == continued(PROMPT, 300, version=0)
@@ -210,15 +210,15 @@ async def test_a_pause_that_waits_returns_once_the_job_is_resumed() -> None:
         running = asyncio.create_task(gateway.generate("r", ENDLESS))
         await gateway.until_tokens(2)
         pause = asyncio.create_task(gateway.post("/pause?mode=wait", {}))
-        await gateway.until(lambda: gateway.scheduler.is_paused("job"))
-        gateway.scheduler.resume(JobId("another"))
+        await gateway.until(lambda: gateway.scheduler.pauses.is_paused("job"))
+        gateway.scheduler.pauses.end(JobId("another"))
         await asyncio.sleep(0.05)
         assert not pause.done(), "another job's pause has ended"
         await gateway.post("/resume", {})
         async with asyncio.timeout(2.0):
             assert (await pause)[0] == 200
         assert not running.done()
-        await gateway.scheduler.abort(JobId("job"), None)
+        await gateway.scheduler.turns[JobId("job")].abort()
         assert (await running)[0] == 200
 
 
@@ -228,9 +228,9 @@ async def test_an_abort_right_after_a_cut_ends_the_turn() -> None:
         await gateway.until_tokens(2)
         for member in gateway.scheduler.fleet.members.values():
             for one in tuple(member.running):
-                one.cut(Cut.SWITCH)
+                one.cut(CutReason.SWITCH)
         async with asyncio.timeout(2.0):
-            assert await gateway.scheduler.abort(JobId("job"), None) == 1
+            assert await gateway.scheduler.turns[JobId("job")].abort() == 1
         assert (await running)[1]["finish_reason"] == "abort"
 
 

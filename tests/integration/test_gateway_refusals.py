@@ -22,7 +22,7 @@ def fake() -> FakeEngine:
 
 
 async def described(gateway: GatewayInProcess) -> None:
-    await gateway.until(gateway.scheduler.fleet.models)
+    await gateway.until(gateway.scheduler.registry.models)
 
 
 @pytest.mark.parametrize("route", TEXTS)
@@ -62,7 +62,7 @@ async def test_a_guest_s_model_is_known_as_soon_as_it_is_offered(fake_agent: Fak
         status, reply = await gateway.generate("r0", 2, model="guest")
         assert (status, "known yet" in reply["error"]["message"]) == (503, True)
         fake_agent.engine, fake_agent.offered = EngineDescription(model="guest"), True
-        await gateway.until(gateway.scheduler.fleet.models)
+        await gateway.until(gateway.scheduler.registry.models)
         assert (await gateway.generate("r1", 2, model="other"))[0] == 404
         status, reply = await gateway.generate("r2", 2, model="guest")
         assert (status, "known yet" in str(reply)) == (503, False), "no engine at that address"

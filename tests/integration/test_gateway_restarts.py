@@ -121,7 +121,7 @@ async def test_a_dedicated_engine_whose_update_fails_counts_for_no_place() -> No
     """Else its job's turns would wait for it while a slot could be leased."""
     broken, good = (FakeEngine(step_s=0.001, epoch=None) for _ in range(2))
     async with gateway_on(broken, good) as gateway:
-        members, demands = gateway.scheduler.fleet.members, gateway.scheduler.demands
+        members, demands = gateway.scheduler.fleet.members, gateway.scheduler.demands.observe
         each = members["e0"].engine.concurrency
         await gateway.until(lambda: demands()[0].dedicated_places == 2 * each)
         broken.fail_updates = 1 << 20

@@ -57,7 +57,7 @@ async def test_a_turn_without_a_token_is_not_given_up_for_another_job_s_phase() 
         await asyncio.sleep(2 * stuck_s)
         await gateway.post("/v1/jobs/job/dedicated", {"enabled": True})
         await gateway.until(lambda: engine.open == 1)
-        # Cut once more before a token, by the next version.
+        # CutReason once more before a token, by the next version.
         await gateway.publish(3)
         engine.prefill_s = 0.0
         await gateway.publish(4)

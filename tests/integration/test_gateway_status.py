@@ -34,7 +34,7 @@ async def test_the_command_shows_engines_jobs_and_turns_of_a_gateway(
     engine = FakeEngine(step_s=0.001, epoch=None)
     agents = [{"id": "node", "url": "http://127.0.0.1:9"}]
     async with gateway_on(engine, "http://127.0.0.1:9", jobs=jobs, agents=agents) as gateway:
-        await gateway.until(lambda: gateway.scheduler.harvest.silent_agents)
+        await gateway.until(lambda: gateway.scheduler.offers.silent_agents)
         fleet = gateway.scheduler.fleet
         await gateway.until(lambda: fleet.policy.state("e0") and fleet.members["e1"].fault)
         await gateway.until(lambda: fleet.policy.settled)

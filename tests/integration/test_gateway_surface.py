@@ -103,7 +103,7 @@ async def test_stream_interval_is_the_least_of_each_event_between_first_and_last
 async def test_a_request_without_max_tokens_fills_the_largest_context(max_tokens: Any) -> None:
     engines = [FakeEngine(step_s=0.0, epoch=None, context=size) for size in (16, 40)]
     async with gateway_on(*engines) as gateway:
-        await gateway.until(lambda: gateway.scheduler.fleet.context_tokens() == 40)
+        await gateway.until(lambda: gateway.scheduler.registry.context_tokens() == 40)
         params = {} if max_tokens == "absent" else {"max_tokens": max_tokens}
         body = {"token_ids": PROMPT, "sampling_params": params}
         status, reply = await gateway.post("/inference/v1/generate", body)

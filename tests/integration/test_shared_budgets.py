@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -19,17 +20,19 @@ from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.ids import JobId, TenantId
+from harvester.contracts.ids import JobId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
-from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import SlotOffers
 from harvester.platform.tls import NO_CREDENTIALS
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_offers import AgentOffers
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.budget_ledger import SharedBudget
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
+from tests.unit.scheduler.gateway.registry import registry_of
 
 SAMPLES = 32
 """Most of one pulse."""
@@ -127,6 +130,8 @@ class Line:
 class Guests:
     """The gateway's engines, of which this test needs none."""
 
+    registry = registry_of(JobId("j"), tenant="t")
+
     def add(self, *_: object, **__: object) -> None: ...
 
     def remove(self, *_: object) -> None: ...
@@ -137,9 +142,6 @@ class Guests:
         return True
 
     def review_contexts(self) -> None: ...
-
-    def clash_of(self, _engine: EngineDescription) -> str:
-        return ""
 
 
 class Fleet:
@@ -170,16 +172,14 @@ class Fleet:
         self.harvest = HarvestedSlots(
             policy,
             Guests(),  # type: ignore[arg-type]
+            AgentOffers(dict(self.lines), dict.fromkeys(self.lines, NO_CREDENTIALS), {}),
+            ClusterStops(self.state, self.lines),
+            SimpleNamespace(observe=lambda: (demand,)),  # type: ignore[arg-type]
             self.state,
             DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
             wake=asyncio.Event(),
-            agents=dict(self.lines),
-            guests={},
-            client_of=lambda _url, _credentials: None,  # type: ignore[arg-type, return-value]
-            credentials=dict.fromkeys(self.lines, NO_CREDENTIALS),
-            demands=lambda: (demand,),
-            tenant_of=lambda _job: TenantId("t"),
+            client_of=lambda _url, *, credentials: None,  # type: ignore[arg-type, return-value]
         )
 
     async def seconds(self, count: int) -> None:
@@ -187,7 +187,7 @@ class Fleet:
             self.clock.at_s += 1.0
             for node in self.nodes.values():
                 node.agent.beat()
-            await self.harvest.look()
+            await self.harvest.decide()
 
     async def kill(self, name: str) -> None:
         """Without a word: neither lease nor state is given back."""

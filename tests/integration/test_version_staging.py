@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.gateway.engines import engine_client
+from scheduler.gateway.engines import engine_control
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
 
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_lost_while_it_prepares_is_not_waited_for(
 async def test_an_engine_that_hangs_while_it_prepares_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_client, "STAGE_SILENCE_S", 0.3)
+    monkeypatch.setattr(engine_control, "STAGE_SILENCE_S", 0.3)
     hung, good = engine(), engine()
     async with sampling(hung, good) as gateway:
         good.preparing = False

@@ -105,12 +105,7 @@ class AgentClient:
         return replace(reply, slot=self._known(reply.slot))
 
     async def renew(
-        self,
-        lease: LeaseId,
-        *,
-        epoch: Epoch,
-        duration_s: float,
-        allotment: Allotment | None = None,
+        self, lease: LeaseId, *, epoch: Epoch, duration_s: float, allotment: Allotment | None = None
     ) -> LeaseGranted | LeaseEnded:
         path = f"/v1/leases/{checked_name(lease, what='lease')}/renew"
         renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s, allotment=allotment)
@@ -131,11 +126,7 @@ class AgentClient:
         return SlotId(checked_name(f"{self._prefix}{slot}", what="slot"))
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: msgspec.Struct | None,
-        decoder: msgspec.json.Decoder[T],
+        self, method: str, path: str, body: msgspec.Struct | None, decoder: msgspec.json.Decoder[T]
     ) -> T:
         fault = ""
         data = None if body is None else msgspec.json.encode(body)

@@ -16,32 +16,29 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.event_limit import EventLimit
-from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
-from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.wire.leases import (
     IdleForecast,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
-    SlotOffer,
     SlotState,
 )
 from harvester.contracts.wire.stops import StopOrder
-from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_offers import AgentOffers
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
+from scheduler.gateway.capacity.job_demands import JobDemands
 from scheduler.gateway.capacity.shared_budgets import BudgetAllotments
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engines.engine_client import EngineClient
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
     CapacityPolicy,
     CapacitySample,
-    Demand,
     DropLease,
     LeasableSlot,
     ReleaseLease,
@@ -49,9 +46,8 @@ from scheduler.gateway.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
-from scheduler.gateway.running_attempt import Cut
-from scheduler.gateway.settings import EngineSettings
-from scheduler.model import Engine, EngineKind, Lease
+from scheduler.gateway.running_attempt import CutReason
+from scheduler.model import Lease
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +55,9 @@ _TURN_S = 30.0
 """Horizon of the forecast that matters: about how long a turn keeps its place. Routing learns the
 longest and shortest turns by itself."""
 
-# Between two looks when turns queue up: an agent answers in a millisecond.
+# Between two decisions when turns queue up: an agent answers in a millisecond.
 _LEAST_PERIOD_S = 0.1
-# A look waits this long for agents; a later answer counts in the next look.
+# A decision waits this long for agents; a later answer counts in the next one.
 _ANSWER_S = 0.25
 
 _Calls = dict[tuple[str, str], Callable[[], Coroutine[Any, Any, None]]]
@@ -73,58 +69,36 @@ class HarvestedSlots:
         self,
         policy: CapacityPolicy,
         fleet: EngineFleet,
+        offers: AgentOffers,
+        stops: ClusterStops,
+        demands: JobDemands,
         state: SchedulerState,
         log: DecisionLog,
         clock: Clock,
         *,
         wake: asyncio.Event,
-        agents: dict[str, AgentClient],
-        guests: dict[SlotId, EngineSettings],
-        client_of: Callable[[str, Credentials], EngineClient],
-        credentials: dict[str, Credentials],
-        demands: Callable[[], tuple[Demand, ...]],
-        tenant_of: Callable[[JobId], TenantId],
+        client_of: Callable[..., EngineClient],
     ) -> None:
-        """`wake`: set where something changed, to look at once instead of at the next period.
-        `credentials`: for the guests of each agent; a guest's own entry goes first."""
+        """`wake`: set where something changed, to decide at once instead of at the next period.
+        `client_of`: makes a guest's client of its URL and `credentials`."""
         self._policy = policy
         self._fleet = fleet
+        self.offers = offers
+        self.stops = stops
+        self._demands = demands
         self._state = state
         self._log = log
         self._clock = clock
-        self._agents = agents
-        self._guests = guests
         self._client_of = client_of
-        self._credentials = credentials
-        self._demands = demands
-        self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
         self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._open: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._wake = wake
         self.budgets = BudgetAllotments(state, clock)
-        self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
         self.unrecorded: set[LeaseId] = set()
         """Leases whose beginning or end is not in the state file."""
-        self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
-        self.silent_agents: dict[str, str] = {}
-
-    def add_agent(self, name: str, agent: AgentClient, guests: Credentials) -> None:
-        """Asks one more agent from the next look on; `guests`: as in `credentials`."""
-        self._credentials[name] = guests
-        self._agents[name] = agent
-        self._wake.set()
-
-    def leasable(self) -> list[EngineDescription]:
-        """The engines of slots that this scheduler may lease, leased or not."""
-        return [
-            offer.engine
-            for _, offer in self.offers.values()
-            if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
-            and not self._fleet.clash_of(offer.engine)
-        ]
 
     @property
     def slack_s(self) -> float:
@@ -138,7 +112,7 @@ class HarvestedSlots:
             await self._adopt()
             while True:
                 next_s = now() + period_s
-                await self.look()
+                await self.decide()
                 await asyncio.sleep(_LEAST_PERIOD_S)
                 try:
                     async with asyncio.timeout_at(min(next_s, now() + self.slack_s)):
@@ -151,7 +125,7 @@ class HarvestedSlots:
                 call.cancel()
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
-    async def look(self) -> None:
+    async def decide(self) -> None:
         """Takes a sample, decides, and applies the effects.
 
         An agent that does not answer delays no decision about the leases of others for longer than
@@ -159,16 +133,16 @@ class HarvestedSlots:
         """
         for name in sorted(self.unrecorded):
             self._record(name)
-        # Doubts that come while agents are asked are for the next look.
+        # Doubts that come while agents are asked are for the next decision.
         doubted, self._doubted = self._doubted, set()
         calls: _Calls = {
             ("renew", name): partial(self._renew, self.leases[name])
             for name in sorted(doubted & self.leases.keys())
         }
-        for agent in sorted(self._agents):
+        for agent in sorted(self.offers.agents):
             calls["offers", agent] = partial(self._refresh_offers, agent)
         await self._ask(calls)
-        demands = self._demands()
+        demands = self._demands.observe()
         # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.
         stopped = any(each.active and self._is_stopped(each.job) for each in demands)
         emptied = self._hold_stopped()
@@ -180,13 +154,13 @@ class HarvestedSlots:
                     agent=agent,
                     free=offer.state is SlotState.OFFERED
                     and not stopped
-                    and not self._fleet.clash_of(offer.engine)
+                    and not self._fleet.registry.clash_of(offer.engine)
                     and not self.budgets.exhausted(offer),
                     idle_ratio=offer.idle_ratio,
                     forecast_ratio=_forecast_ratio(offer.forecasts),
                     emptied=offer.slot in emptied,
                 )
-                for agent, offer in self.offers.values()
+                for agent, offer in self.offers.slots.values()
             ),
             leases=tuple(self.leases.values()),
             refusals=tuple(self._refusals),
@@ -217,26 +191,29 @@ class HarvestedSlots:
                 call.result()
 
     def _is_stopped(self, job: JobId) -> bool:
-        return self.stops.order_for(self._tenant_of(job)) is not StopOrder.NONE
+        return self.stops.order_for(self._tenant(job)) is not StopOrder.NONE
+
+    def _tenant(self, job: JobId) -> TenantId:
+        return TenantId(self._fleet.registry.jobs[job].tenant)
 
     def _hold_stopped(self) -> set[SlotId]:
         """Send no new turn to guests on held slots; returns those slots that run none any more."""
         emptied = set()
         for lease in self.leases.values():
-            offer = self._offer(lease.slot, lease.agent)
+            offer = self.offers.find(lease.slot, lease.agent)
             held = self._is_stopped(lease.job) or (offer is not None and offer.stop is not None)
-            idle = self._fleet.hold(self._guest_id(lease.slot), held=held)
+            idle = self._fleet.hold(self.offers.guest_id(lease.slot), held=held)
             if held and idle:
                 emptied.add(lease.slot)
         return emptied
 
-    def refused(self, member: Member) -> None:
+    def refused(self, member: FleetMember) -> None:
         """Handles a guest's report that its lease is not the one in force.
 
         The guest may read a new grant later than its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.
         """
-        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
+        self._fleet.down(member, "refused the lease epoch", cut=CutReason.LEASE)
         if member.lease is not None:
             self._doubted.add(member.lease.lease)
             self._wake.set()
@@ -251,7 +228,7 @@ class HarvestedSlots:
 
     async def _adopt(self) -> None:
         """Renew what an earlier process held; what its agent does not renew is forgotten."""
-        held: dict[str, list[Lease]] = {name: [] for name in self._agents}
+        held: dict[str, list[Lease]] = {name: [] for name in self.offers.agents}
         for lease in self._state.leases():
             self._record(lease.lease)
             if lease.agent in held:
@@ -268,36 +245,11 @@ class HarvestedSlots:
         await self._refresh_offers(agent)
         await asyncio.gather(*map(self._renew, leases))
 
-    async def _refresh_offers(self, name: str) -> None:
-        try:
-            offers = await self._agents[name].offers()
-        except (Exhausted, PeerProtocolError) as error:
-            self._silent(name, str(error))
-            self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
-            return
-        if self.silent_agents.pop(name, None):
-            _log.info("agent %s answers again", name)
-        others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
-        twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
-        if twice:
-            # Leases and guests are known by their slot: one of two would get the other's turns.
-            first = others[twice[0]][0]
-            self._silent(name, f"agent {first} offers {', '.join(twice)} too: rename them")
-        fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
-        for slot, (_, offer) in tuple(fresh.items()):
-            if exposed := self._credentials_of(name, slot).exposed_at(offer.engine_url):
-                self._silent(name, f"slot {slot}: {exposed}")
-                del fresh[slot]
-        self.offers = {**others, **fresh}
-        await self.stops.agree(name, offers.stops)
-        self.budgets.report(offer for _, offer in fresh.values())
-        self._fleet.review_contexts()
-
-    def _silent(self, agent: str, why: str) -> None:
-        """Logs the beginning of each silence, and a change of its reason."""
-        if self.silent_agents.get(agent) != why:
-            _log.warning("agent %s: its slots are not used: %s", agent, why)
-        self.silent_agents[agent] = why
+    async def _refresh_offers(self, agent: str) -> None:
+        if (reply := await self.offers.refresh(agent)) is not None:
+            await self.stops.agree(agent, reply.stops)
+            self.budgets.report(reply.slots)
+            self._fleet.review_contexts()
 
     def _end_leases(self, effects: Iterable[CapacityEffect]) -> None:
         """Stop using leases before their slots are free for others."""
@@ -316,21 +268,21 @@ class HarvestedSlots:
                     if lease is not None:
                         await self._renew(lease)
                 case ReleaseLease():
-                    await self._agents[effect.agent].release(effect.lease)
+                    await self.offers.agents[effect.agent].release(effect.lease)
         except (Exhausted, PeerProtocolError) as error:
-            self._silent(effect.agent, str(error))
+            self.offers.note_silence(effect.agent, str(error))
 
     async def _take(self, effect: TakeLease) -> None:
         called_at_s = self._clock.now()
         request = LeaseRequest(
             request_id=effect.request_id,
             slot=effect.slot,
-            tenant=self._tenant_of(effect.job),
+            tenant=self._tenant(effect.job),
             job=effect.job,
             duration_s=effect.duration_s,
-            allotment=self.budgets.allot(self._offer(effect.slot, effect.agent)),
+            allotment=self.budgets.allot(self.offers.find(effect.slot, effect.agent)),
         )
-        match await self._agents[effect.agent].take(request):
+        match await self.offers.agents[effect.agent].take(request):
             case LeaseRefused() as refused:
                 refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
                 self._refusals.append(refusal)
@@ -353,15 +305,15 @@ class HarvestedSlots:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
         held = lease.lease in self.leases  # Not yet when it is adopted.
         try:
-            offer = self._offer(lease.slot, lease.agent)
-            reply = await self._agents[lease.agent].renew(
+            offer = self.offers.find(lease.slot, lease.agent)
+            reply = await self.offers.agents[lease.agent].renew(
                 lease.lease,
                 epoch=lease.epoch,
                 duration_s=duration_s,
                 allotment=self.budgets.allot(offer, epoch=lease.epoch),
             )
         except (Exhausted, PeerProtocolError) as error:
-            self._silent(lease.agent, str(error))
+            self.offers.note_silence(lease.agent, str(error))
             return
         if held and lease.lease not in self.leases:
             return  # Its use ended while the answer was on its way.
@@ -382,27 +334,27 @@ class HarvestedSlots:
         self.leases[lease.lease] = lease
         idle_ratio = _forecast_ratio(forecasts)
         if known is not None and known.epoch == lease.epoch:
-            guest = self._guest_id(lease.slot)
+            guest = self.offers.guest_id(lease.slot)
             if self._fleet.renewed(guest, lease, idle_ratio=idle_ratio):
                 return
             # The lease came from an earlier process, before its offer was known.
         else:
             self._record(lease.lease)
             self._log_lease(lease, "begins")
-        offer = self._offer(lease.slot, lease.agent)
+        offer = self.offers.find(lease.slot, lease.agent)
         if offer is None:
             return
-        self._fleet.remove(self._guest_id(lease.slot), "leased anew")
-        engine = self._guest(lease, offer)
-        credentials = self._credentials_of(lease.agent, lease.slot)
-        client = self._client_of(engine.url, credentials)
+        self._fleet.remove(self.offers.guest_id(lease.slot), "leased anew")
+        engine = self.offers.guest(offer)
+        credentials = self.offers.credentials(lease.agent, lease.slot)
+        client = self._client_of(engine.url, credentials=credentials)
         self._fleet.add(engine, client, lease=lease, idle_ratio=idle_ratio)
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
         # A restart also finds leases whose end could not be recorded: the slot may have another.
         if all(other.slot != lease.slot for other in self.leases.values()):
-            self._fleet.remove(self._guest_id(lease.slot), reason)
+            self._fleet.remove(self.offers.guest_id(lease.slot), reason)
         self._record(lease.lease)
         self._log_lease(lease, f"ends: {reason}")
 
@@ -415,8 +367,8 @@ class HarvestedSlots:
             _log.info(line, lease.slot, lease.agent, lease.epoch, lease.job, what, omitted)
 
     def _record(self, name: LeaseId) -> None:
-        """Tried again at each look while the state file cannot take it. A restart asks the agent
-        about each recorded lease, so an ended lease is not used; an unrecorded lease ends by
+        """Tried again at each decision while the state file cannot take it. A restart asks the
+        agent about each recorded lease, so an ended lease is not used; an unrecorded lease ends by
         itself."""
         lease = self.leases.get(name)
         try:
@@ -427,30 +379,6 @@ class HarvestedSlots:
             self.unrecorded.add(name)
         else:
             self.unrecorded.discard(name)
-
-    def _offer(self, slot: SlotId, agent: str) -> SlotOffer | None:
-        """The slot's offer, if this agent's."""
-        name, offer = self.offers.get(slot, ("", None))
-        return offer if name == agent else None
-
-    def _credentials_of(self, agent: str, slot: SlotId) -> Credentials:
-        own = self._guests.get(slot)
-        return own if own is not None and own.has_files else self._credentials[agent]
-
-    def _guest_id(self, slot: SlotId) -> EngineId:
-        settings = self._guests.get(slot)
-        return EngineId(settings.id if settings else f"guest.{slot}")
-
-    def _guest(self, lease: Lease, offer: SlotOffer) -> Engine:
-        settings = self._guests.get(lease.slot)
-        checked_name(lease.slot, what="slot")
-        return Engine(
-            engine=self._guest_id(lease.slot),
-            kind=EngineKind.GUEST,
-            url=offer.engine_url,
-            concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
-            numerics=settings.numerics if settings else "",
-        )
 
 
 def _call_of(effect: CapacityEffect) -> tuple[str, str]:

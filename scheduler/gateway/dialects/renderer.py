@@ -8,7 +8,7 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,10 +25,12 @@ from harvester.contracts.errors import (
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.dialects.text_dialect import Body, Dialect
+from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.settings import Timeouts
+from scheduler.gateway.settings import RendererSettings, Timeouts
+from scheduler.model import EngineKind
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64
@@ -94,6 +96,45 @@ class RenderEndpoint(NamedTuple):
     """The renderer's context if another's is longer, for requests too long for it; else 0."""
 
 
+class RenderEndpoints:
+    """The processes that render: those that are configured, else the dedicated engines."""
+
+    def __init__(
+        self, renderers: Sequence[RendererSettings], registry: EngineRegistry, *, connect_s: float
+    ) -> None:
+        self._configured = [
+            EngineConnections(given.url, connect_s=connect_s, credentials=given)
+            for given in renderers
+        ]
+        self._registry = registry
+
+    def in_order(self) -> list[RenderEndpoint]:
+        """The configured renderers; without any, the dedicated engines that are up, the longest
+        context first. Raises Exhausted without an engine."""
+        if self._configured:
+            return [*map(RenderEndpoint, self._configured)]
+        members = self._registry.members.values()
+        engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
+        if not engines:
+            raise Exhausted(
+                "text cannot be rendered: no renderer or dedicated engine is configured"
+            )
+        engines.sort(key=lambda each: -each.context_tokens)
+        longest = engines[0].context_tokens
+        return [
+            RenderEndpoint(
+                each.client.connections,
+                short_tokens=each.context_tokens if each.context_tokens < longest else 0,
+            )
+            for each in engines
+            if each.up
+        ]
+
+    def close(self) -> None:
+        for connections in self._configured:
+            connections.close()
+
+
 class _Away(Interrupted):
     """No renderer can be reached for now."""
 
@@ -107,15 +148,15 @@ class _TooLong(Interrupted):
 
 
 class Renderer:
-    """`peers` gives the endpoints in order; a call goes on to the next where one does not answer.
+    """A call goes on to the next endpoint where one does not answer.
 
     A call whose renderers are away waits for them for `queue_s`. One waiting call probes for all,
     so that a renderer that is back is found at once and is not flooded. A request that is too long
     for the reachable renderers waits for one with a longer context.
     """
 
-    def __init__(self, peers: Callable[[], list[RenderEndpoint]], times: Timeouts) -> None:
-        self._peers = peers
+    def __init__(self, endpoints: RenderEndpoints, times: Timeouts) -> None:
+        self._endpoints = endpoints
         self._render_s = times.render_s
         self._patience_s = times.queue_s
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
@@ -269,7 +310,7 @@ class Renderer:
         fault, away = "no dedicated engine is up and no renderer is configured", True
         too_long = malformed = False
         async with limit:
-            for peer, short_tokens in self._peers():
+            for peer, short_tokens in self._endpoints.in_order():
                 try:
                     async with asyncio.timeout(self._render_s):
                         response = await peer.post(path, data, {})

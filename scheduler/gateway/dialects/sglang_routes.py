@@ -60,7 +60,7 @@ class SglangRoutes:
     @Route("GET /server_info", "SGLang's, and vLLM's `vllm_config`")
     @Route("GET /get_server_info", "SGLang's, and vLLM's `vllm_config`")
     async def _info(self, job: JobId) -> Body:
-        names = self._scheduler.model_names(job)
+        names = self._scheduler.registry.model_names(job)
         version = self._scheduler.versions.newest(job)
         return {
             "model_path": sorted(names)[0],
@@ -87,20 +87,14 @@ class SglangRoutes:
                 "model": known.model if known else "",
                 "dtype": known.dtype if known else "",
                 "logprobs_mode": known.logprobs_mode if known else "",
-                "max_model_len": self._scheduler.fleet.context_tokens(),
+                "max_model_len": self._scheduler.registry.context_tokens(),
             },
             "lora_config": None,
             "parallel_config": {"data_parallel_size": 1, "world_size": 1},
             "weight_transfer_config": None,
         }
 
-    @Route(
-        "POST /generate",
-        "SGLang's",
-        answers=Body | list[Body],
-        refuses=(*SAMPLES, 502),
-        **TURN,
-    )
+    @Route("POST /generate", "SGLang's", answers=Body | list[Body], refuses=(*SAMPLES, 502), **TURN)
     async def _generate(self, job: JobId, request: web.Request, body: Body) -> web.StreamResponse:
         if self._scheduler.jobs[job].adapter and not body.get("lora_path", job):
             raise PeerProtocolError(f"lora_path: job {job} serves its adapter, not the base")
@@ -110,7 +104,7 @@ class SglangRoutes:
             await in_shares(self._admit(job, sent.generate(each, i)) for i, each in enumerate(ids))
         )
         trajectory = trajectory_of(request, sent.name, sent.session)
-        async with follow(self._scheduler, job, trajectory, turns, name=sent.name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, turns, name=sent.name) as samples:
             if sent.stream:
                 return await self._stream(request, sent, samples)
             await samples.results()

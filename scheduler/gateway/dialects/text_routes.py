@@ -35,10 +35,7 @@ from scheduler.gateway.scheduler import Scheduler
 _ENCODER = msgspec.json.Encoder()
 _DIALECTS = {dialect.route: dialect for dialect in (CHAT, COMPLETION)}
 OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", *_DIALECTS))
-RENDERER_ROUTES = (
-    *(f"{route}/render" for route in _DIALECTS),
-    *("/tokenize", "/detokenize"),
-)
+RENDERER_ROUTES = (*(f"{route}/render" for route in _DIALECTS), *("/tokenize", "/detokenize"))
 """vLLM's own, which the renderer answers."""
 _SAMPLES = (404, 409, 410, 422, 502, 503)
 CHUNK_PERIOD_S = 0.05
@@ -70,10 +67,10 @@ class TextRoutes:
         raise web.HTTPNotFound(reason="no such model; GET /v1/models lists the models")
 
     def _cards(self, job: JobId) -> list[Body]:
-        names = sorted(self._scheduler.model_names(job))
+        names = sorted(self._scheduler.registry.model_names(job))
         card: Body = {"object": "model", "owned_by": "rosemux"}
         # vLLM's name for it; a turn that fits one engine is served.
-        if context_tokens := self._scheduler.fleet.context_tokens():
+        if context_tokens := self._scheduler.registry.context_tokens():
             card["max_model_len"] = context_tokens
         return [{"id": name} | card for name in names]
 
@@ -107,7 +104,7 @@ class TextRoutes:
         )
         turns = await turns_of(prompts)
         trajectory = trajectory_of(request, text.turn_name, text.session)
-        async with follow(self._scheduler, job, trajectory, turns, name=text.name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, turns, name=text.name) as samples:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()

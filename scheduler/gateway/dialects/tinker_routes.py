@@ -36,8 +36,8 @@ from scheduler.gateway.dialects.text_logprobs import (
 )
 from scheduler.gateway.dialects.text_routes import Admit
 from scheduler.gateway.job_paths import route_of
+from scheduler.gateway.job_turns import IdInUse
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY
 from scheduler.gateway.requests import MAX_LOGPROBS
 from scheduler.gateway.samples import follow, samples_of
@@ -91,7 +91,7 @@ class TinkerRoutes:
 
     @_tinker("GET /api/v1/get_server_capabilities")
     async def _models(self, job: JobId) -> Body:
-        names = sorted(self._scheduler.model_names(job))
+        names = sorted(self._scheduler.registry.model_names(job))
         models = [{"model_name": name, "trainable": False, "sampleable": True} for name in names]
         return {"supported_models": models}
 
@@ -107,7 +107,9 @@ class TinkerRoutes:
             if found is None or found["job"] != job:
                 raise PeerProtocolError(f"model_path: tinker://{job}/VERSION pins a version")
             version = str(int(found["version"]))
-        elif str(body.get("base_model")) not in (names := self._scheduler.model_names(job)):
+        elif str(body.get("base_model")) not in (
+            names := self._scheduler.registry.model_names(job)
+        ):
             raise PeerProtocolError(f"base_model: name {' or '.join(sorted(names))}")
         sampler = f"{body.get('session_id')}.{body.get('sampling_session_seq_id')}.{version}"
         _checked_sampler(sampler)
@@ -140,11 +142,7 @@ class TinkerRoutes:
             work = self._served(job, request, name, generate, body)
             keep = partial(self._open_bodies.keeping, tenant)
             self._promises[job, name] = _Promise(
-                asyncio.ensure_future(work),
-                digest,
-                held,
-                request[HELD_BODY].pop_all(),
-                keep,
+                asyncio.ensure_future(work), digest, held, request[HELD_BODY].pop_all(), keep
             )
         sequences = [f"{name}.{index}" for index in range(generate.sampling_params.n)]
         return {"request_id": name, "sample_sequence_ids": sequences}
@@ -155,7 +153,7 @@ class TinkerRoutes:
         """The samples' reply as protobuf. Raises the errors of serving a turn."""
         trajectory = trajectory_of(request, name)
         parts = samples_of(generate)
-        async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
+        async with follow(self._scheduler.turns[job], trajectory, parts, name=name) as samples:
             choices = await in_shares(turn.choice() for turn in await samples.results())
             scores = samples.prompt_scores(0)
         for choice in choices:

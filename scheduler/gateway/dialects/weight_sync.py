@@ -190,19 +190,19 @@ class WeightSyncRoutes:
     ) -> ControlReply:
         if mode not in modes:
             raise PeerProtocolError(f"mode: send {', '.join(modes)}")
-        await self._scheduler.pause(job, modes[mode], for_s=for_s)
+        await self._scheduler.pauses.begin(job, modes[mode], for_s=for_s)
         return ControlReply(status="paused")
 
     @_control("POST /resume", "End the pause")
     @_control("POST /continue_generation", "End the pause")
     @_control("POST /areal_continue_generation", "End the pause")
     async def _resume(self, job: JobId) -> ControlReply:
-        self._scheduler.resume(job)
+        self._scheduler.pauses.end(job)
         return ControlReply(status="resumed")
 
     @_control("GET /is_paused", "Whether the job is paused")
     async def _is_paused(self, job: JobId) -> ControlReply:
-        return ControlReply(is_paused=self._scheduler.is_paused(job))
+        return ControlReply(is_paused=self._scheduler.pauses.is_paused(job))
 
     @_control("GET /weight_info", "The job's newest version")
     async def _weight_info(self, job: JobId) -> ControlReply:

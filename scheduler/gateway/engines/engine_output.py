@@ -26,9 +26,7 @@ def check_finish(choice: EngineChoice) -> None:
 
 
 def check_tokens(
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-    vocabulary_tokens: float = math.inf,
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], vocabulary_tokens: float = math.inf
 ) -> None:
     """Raises ValueError where a chunk contradicts itself or the vocabulary: a wrong log-probability
     must not reach training."""

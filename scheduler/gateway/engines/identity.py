@@ -5,6 +5,7 @@ Stock vLLM has neither: its start time, from its metrics, identifies its process
 only its model's name and context.
 """
 
+import errno
 import re
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
@@ -52,6 +53,12 @@ def change_between(given: str, reported: str) -> Change:
     counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(reported)
     same = counted and given.rpartition(".")[0] == reported.rpartition(".")[0]
     return Change.WEIGHTS if same else Change.PROCESS
+
+
+def change_shown_by(error: Exception) -> Change:
+    """Change that a failed call shows of the engine's process."""
+    refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+    return Change.PROCESS if refused else Change.UNKNOWN
 
 
 class _StockModel(msgspec.Struct, frozen=True):

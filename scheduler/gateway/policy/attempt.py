@@ -7,10 +7,7 @@ import msgspec
 import xxhash
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import (
-    GenerateRequest,
-    SamplingParams,
-)
+from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.policy.prompts import Prompt
 
 _SEED_MASK = (1 << 31) - 1

@@ -5,13 +5,7 @@
     else the queue: turns of trajectories already begun first, then first come first served, but a
     freed place goes to a turn whose prefix is there before it goes to an older one
 
-A place is skipped if waiting for a faster engine is expected to end the turn sooner: a slow
-harvested engine gets the share that fits its speed. An empty queue means the batch is at its tail:
-the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
-guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
-Only engines that serve the turn's job at a version its pin allows, with the numerics that it needs,
-and whose context holds its prompt and its whole output, are eligible: a turn never ends early
-because of its place.
+An empty queue means that the batch is at its tail. engine_selection.py says where a turn may go.
 
 A turn whose pin no engine meets yet is deferred: outside the queue it counts neither as demand nor
 as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
@@ -24,12 +18,10 @@ no clock.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from itertools import chain, count, takewhile
+from collections.abc import Iterator
 
-from harvester.contracts.ids import EngineId, JobId, TrajectoryId
-from scheduler.gateway.policy.engine_load import EngineLoad
+from harvester.contracts.ids import EngineId, JobId
+from scheduler.gateway.policy.engine_selection import EngineSelection
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     DeferTurn,
@@ -37,7 +29,6 @@ from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
-    ForgetPrefix,
     JobPaused,
     QueueTurn,
     Refusal,
@@ -55,18 +46,14 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.turn_queue import LineKey, QueuePriority, TurnQueue, WaitingTurn
 from scheduler.gateway.policy.versions_events import Retarget, TimePassed
-from scheduler.model import EngineKind
 
 
 class RoutingPolicy:
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self._engines: dict[EngineId, EngineLoad] = {}
-        self._last: OrderedDict[tuple[JobId, TrajectoryId], EngineId] = OrderedDict()
+        self.engines = EngineSelection(config)
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
         self._paused: set[JobId] = set()
-        self._trials: dict[EngineId, TurnArrived] = {}
-        """Suspects that are not cleared yet, where they are."""
         self._queue = TurnQueue()
         self._deferred: dict[str, TurnArrived] = {}
         """Turns whose pin no engine meets yet, in the order of their arrival."""
@@ -76,7 +63,6 @@ class RoutingPolicy:
         """Admitted turns that hold room and have not arrived yet."""
         self._target: Retarget | None = None
         self._context_limit: int | None = None
-        self._turn_tokens = config.default_turn_tokens
 
     def reconfigure(self, config: RoutingConfig) -> None:
         """Queued and placed turns stay."""
@@ -105,17 +91,11 @@ class RoutingPolicy:
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
 
-    def speeds(self) -> dict[EngineId, float]:
-        """Learned seconds per token of one stream alone."""
-        return {
-            engine: round(load.s_per_token_alone, 6)
-            for engine, load in sorted(self._engines.items())
-            if load.s_per_token_alone is not None
-        }
-
-    def s_per_token_alone(self, engine: EngineId) -> float | None:
-        load = self._engines.get(engine)
-        return load.s_per_token_alone if load else None
+    def uses_engines(self, job: JobId) -> bool:
+        """Whether the job has turns on engines or in line for them. A turn that is deferred for its
+        pin, or waits for the end of a pause, uses none, however long it waits."""
+        queued = not self.is_paused(job) and self.queued_turns_of(job)
+        return bool(self.open_turns_of(job) or queued)
 
     def defers(self, turn: str) -> bool:
         return turn in self._deferred
@@ -123,19 +103,12 @@ class RoutingPolicy:
     def is_paused(self, job: JobId) -> bool:
         return job in self._paused
 
-    def may_serve(self, turn: TurnArrived, *, unfit: Collection[EngineId] = ()) -> bool:
-        """Whether an engine is offered that the turn could wait for; it may avoid that for now."""
-        engines = self._engines.items()
-        return any(_may_serve(load, turn) for engine, load in engines if engine not in unfit)
-
     def other_places(self, turn: TurnArrived, *, now: float) -> int:
         """Number of places on other engines where a stalled turn could go on at once."""
+        if turn.job in self._paused:
+            return 0
         _, here = self._placed.get(turn.turn, (turn.job, None))
-        return sum(
-            self._engines[engine].free_places(half_life_s=self._config.speed_half_life_s, now=now)
-            for engine in self._places(turn, now)
-            if engine != here
-        )
+        return self.engines.other_places(turn, here, queued=len(self._queue), now=now)
 
     def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
         match event:
@@ -153,12 +126,11 @@ class RoutingPolicy:
                 self._queue.remove(event.turn)
                 self._deferred.pop(event.turn, None)
             case TurnCleared():
-                self._end_trial(event.turn)
+                self.engines.end_trial(event.turn)
             case EngineOffered():
                 self._offer(event)
             case EngineWithdrawn():
-                if event.engine in self._engines:
-                    self._engines[event.engine].offered = False
+                self.engines.withdraw(event.engine)
             case Retarget():
                 self._target = event
                 self._tell_versions_apart()
@@ -167,7 +139,7 @@ class RoutingPolicy:
             case JobPaused():
                 (self._paused.add if event.paused else self._paused.discard)(event.job)
             case TrajectoryEnded():
-                return tuple(self._forget(event))
+                return tuple(self.engines.forget(event))
         released: tuple[RoutingEffect, ...] = ()
         if isinstance(event, EngineOffered | Retarget | ContextLimited | TimePassed):
             released = self._review_deferred(now)
@@ -176,14 +148,13 @@ class RoutingPolicy:
         return (*released, *self._drain(now))
 
     def _offer(self, event: EngineOffered) -> None:
-        load = self._engines.setdefault(event.engine, EngineLoad(event))
-        load.offer, load.offered = event, True
+        self.engines.offer(event)
         self._queue.split_at(event.context_tokens)
         self._tell_versions_apart()
 
     def _tell_versions_apart(self) -> None:
         newest = [self._target.version] if self._target is not None else []
-        self._queue.tell_apart([*newest, *(load.offer.version for load in self._engines.values())])
+        self._queue.tell_apart([*newest, *self.engines.versions()])
 
     def _admit(self, request: RequestArrived) -> tuple[RefuseTurn, ...]:
         if len(request.turns) > self.room:
@@ -205,7 +176,7 @@ class RoutingPolicy:
             self._deferred[turn.turn] = turn
             return (DeferTurn(turn=turn.turn, reason=unmet),)
         if not self._queue.has_line(turn):
-            chosen = self._choose(turn, now, tail=not self._queue)
+            chosen = self._choose(turn, now)
             if chosen is not None:
                 return (self._dispatch(turn, *chosen, now),)
         if not may_wait:
@@ -214,7 +185,7 @@ class RoutingPolicy:
         return (self._wait(turn, now), *self._drain(now))
 
     def _wait(self, turn: TurnArrived, now: float) -> QueueTurn:
-        last = self._last.get((turn.job, turn.trajectory))
+        last = self.engines.last(turn)
         begun = last is not None and self._config.begun_first
         priority = QueuePriority.BEGUN if begun else QueuePriority.FRESH
         if turn.resumed:
@@ -229,7 +200,7 @@ class RoutingPolicy:
         reviewed: list[RoutingEffect] = []
         waits: dict[tuple[LineKey, bool], bool] = {}
         for turn in tuple(self._deferred.values()):
-            key = self._queue.line_key(turn), self._is_too_long(turn)
+            key = self._queue.line_key(turn), bool(self.too_long(turn.job, turn.context_tokens))
             if key not in waits:
                 waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
             if waits[key] and now < turn.pin_until_s:
@@ -239,23 +210,9 @@ class RoutingPolicy:
         return tuple(reviewed)
 
     def _leave(self, event: TurnLeft, now: float) -> None:
-        placed = self._placed.pop(event.turn, None)
-        if placed is None:
-            return
-        _, engine = placed
-        self._end_trial(event.turn)
-        if event.stalled:
-            self._engines[engine].stall(now=now)
-            return
-        if event.refused_s is not None:
-            self._engines[engine].refuse(event.turn, retry_s=event.refused_s, now=now)
-            return
-        weight = self._config.speed_weight
-        self._engines[engine].leave(
-            tokens=event.tokens, seconds=event.seconds, weight=weight, now=now
-        )
-        if event.tokens:
-            self._turn_tokens += weight * (event.tokens - self._turn_tokens)
+        _, engine = self._placed.pop(event.turn, (None, None))
+        if engine is not None:
+            self.engines.leave(event, engine, now=now)
 
     def _refusal(self, turn: TurnArrived, now: float) -> RefuseTurn | None:
         target = self._target
@@ -284,19 +241,16 @@ class RoutingPolicy:
             f"the largest context of any engine is {limit}"
         )
 
-    def _is_too_long(self, turn: TurnArrived) -> bool:
-        return self._context_limit is not None and turn.context_tokens > self._context_limit
-
     def _unmet(self, turn: TurnArrived) -> str:
         """Why the turn's pin is met neither by the job's newest version nor by an engine."""
         target = self._target
         assert target is not None
         newest = target.version
         met = turn.exact in (None, newest) and newest >= (turn.minimum or 0)
-        if not met and not self.may_serve(turn):
+        if not met and not self.engines.may_serve(turn):
             required = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
             return f"version {required} is served nowhere; job {turn.job} is at {newest}"
-        labels = {load.offer.numerics for load in self._engines.values()}
+        labels = self.engines.numerics()
         if turn.numerics and turn.numerics not in labels:
             known = " or ".join(repr(each) for each in sorted(labels)) or "none yet"
             return f"no engine has the numerics {turn.numerics!r}; known: {known}"
@@ -317,7 +271,7 @@ class RoutingPolicy:
         for priority in QueuePriority if self._queue else ():
             for first in self._queue.oldest_first(priority):
                 turn = first.turn
-                chosen = self._choose(turn, now, tail=False)
+                chosen = self._choose(turn, now)
                 if chosen is None:
                     continue
                 engine, reason = chosen
@@ -335,124 +289,16 @@ class RoutingPolicy:
         """The oldest turn of its line whose prefix is on `engine`, while `older` can wait."""
         if now - older.since_s > self._config.patience_s:
             return None
-        return self._queue.nearest(
-            older, engine, lambda turn: self._last.get((turn.job, turn.trajectory)) == engine
-        )
+        return self._queue.nearest(older, engine, lambda turn: self.engines.last(turn) == engine)
 
-    def _forget(self, event: TrajectoryEnded) -> Iterator[ForgetPrefix]:
-        """The trajectory and the trajectories of its requests' samples `.0`, `.1`, ..."""
-        parts = (TrajectoryId(f"{event.trajectory}.{index}") for index in count())
-        there = takewhile(lambda part: (event.job, part) in self._last, parts)
-        for name in chain((event.trajectory,), there):
-            if (engine := self._last.pop((event.job, name), None)) is not None:
-                yield ForgetPrefix(engine=engine, job=event.job, trajectory=name)
-
-    def _may_try(self, turn: TurnArrived, engine: EngineId) -> bool:
-        if engine in turn.avoid:
-            return False
-        return not turn.suspect or (
-            engine not in self._trials
-            and all(other.suspect != turn.suspect for other in self._trials.values())
-        )
-
-    def _end_trial(self, turn: str) -> None:
-        for engine, tried in self._trials.items():
-            if tried.turn == turn:
-                del self._trials[engine]
-                return
-
-    def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
-        """Expected duration of the turn on each engine that may serve it, full or not, in s."""
-        config, until_s = self._config, now + self._config.lease_margin_s
-        may = {
-            engine: load
-            for engine, load in self._engines.items()
-            if _may_serve(load, turn)
-            and ((end_s := load.offer.usable_until_s) is None or until_s < end_s)
-            and self._may_try(turn, engine)
-        }
-        known = [load.s_per_token_alone for load in may.values()]
-        guess_s = min((*filter(None, known), config.default_s_per_token))
-        return {
-            engine: load.turn_s(
-                self._turn_tokens, guess_s=guess_s, half_life_s=config.speed_half_life_s, now=now
-            )
-            for engine, load in may.items()
-        }
-
-    def _places(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
-        """Engines with a place that ends the turn no later than waiting for a faster one would.
-
-        Waiting takes as long as the faster engines, all full, need for everyone in the queue.
-        """
+    def _choose(self, turn: TurnArrived, now: float) -> tuple[EngineId, DispatchReason] | None:
         if turn.job in self._paused:
-            return {}
-        places: dict[EngineId, float] = {}
-        faster_places, fastest_s = 0, 0.0
-        ahead = max(1, len(self._queue))
-        expected = self._expected_s(turn, now)
-        for engine, turn_s in sorted(expected.items(), key=lambda item: (item[1], item[0])):
-            load = self._engines[engine]
-            wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
-            free = load.free_places(half_life_s=self._config.speed_half_life_s, now=now)
-            cost_s = turn_s
-            if load.offer.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
-                cost_s = min(turn_s, self._config.moved_after_s + fastest_s)
-            if free and (places or cost_s <= wait_s):
-                places[engine] = turn_s
-            if not faster_places:
-                fastest_s = turn_s
-            faster_places += load.places
-        return places
-
-    def _choose(
-        self, turn: TurnArrived, now: float, *, tail: bool
-    ) -> tuple[EngineId, DispatchReason] | None:
-        places = self._places(turn, now)
-        if not places:
             return None
-        fastest = next(iter(places))
-        last = self._last.get((turn.job, turn.trajectory))
-        kept_s = self._config.affinity_ratio * places[fastest]
-        dedicated = next(
-            (each for each in places if self._engines[each].offer.kind is EngineKind.DEDICATED),
-            None,
-        )
-        if last in places and places[last] <= kept_s:
-            kind = self._engines[last].offer.kind
-            if kind is EngineKind.DEDICATED or dedicated is None or not tail:
-                return last, DispatchReason.AFFINITY
-        if tail:
-            safe = dedicated is not None and places[dedicated] <= kept_s
-            chosen = dedicated if dedicated is not None and safe else fastest
-            return chosen, DispatchReason.TAIL
-        if dedicated is not None:
-            return dedicated, DispatchReason.DEDICATED
-        return fastest, DispatchReason.GUEST
+        return self.engines.choose(turn, queued=len(self._queue), now=now)
 
     def _dispatch(
         self, turn: TurnArrived, engine: EngineId, reason: DispatchReason, now: float
     ) -> DispatchTurn:
-        load = self._engines[engine]
-        load.begin(now=now)
-        if turn.suspect:
-            self._trials[engine] = turn
         self._placed[turn.turn] = (turn.job, engine)
-        self._last[turn.job, turn.trajectory] = engine
-        self._last.move_to_end((turn.job, turn.trajectory))
-        if len(self._last) > self._config.trajectories:
-            self._last.popitem(last=False)
-        return DispatchTurn(
-            turn=turn.turn, engine=engine, version=load.offer.version, reason=reason
-        )
-
-
-def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:
-    """Whether the engine serves the turn's job at a version its pin allows, has the numerics that
-    it needs, and its context holds the whole turn."""
-    offer = load.offer
-    if not load.offered or offer.job != turn.job or not load.fits(turn.context_tokens):
-        return False
-    if turn.numerics not in ("", offer.numerics):
-        return False
-    return turn.exact in (None, offer.version) and offer.version >= (turn.minimum or 0)
+        version = self.engines.begin(turn, engine, now=now)
+        return DispatchTurn(turn=turn.turn, engine=engine, version=version, reason=reason)

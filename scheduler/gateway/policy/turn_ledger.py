@@ -1,10 +1,7 @@
 """The open turns of one job."""
 
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import (
-    FinishReason,
-    GenerateRequest,
-)
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest
 from scheduler.gateway.policy.end_tokens import EndTokens
 from scheduler.gateway.policy.prompts import Prompts
 from scheduler.gateway.policy.turn import Turn, TurnCounters

@@ -153,6 +153,11 @@ class VersionPolicy:
             return False
         return at.failed == self._target
 
+    def newest(self, job: JobId) -> WeightVersion:
+        """The job's newest published version; 0 before the first."""
+        published = self.published(job)
+        return published.version if published else BASE_VERSION
+
     def published(self, job: JobId) -> JobVersion | None:
         return self._published.get(job)
 

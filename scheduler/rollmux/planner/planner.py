@@ -25,7 +25,7 @@ from scheduler.rollmux.planner.group_effects import (
 )
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
-from scheduler.rollmux.planner.regroup import Regroup
+from scheduler.rollmux.planner.regroup import Regrouping
 from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation, endangered, together
 
 
@@ -63,7 +63,7 @@ class GroupPlanner:
         self.relocation = Relocation(self.packer, self.config.prices)
         self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
-        self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
+        self.regroup = Regrouping(self.packer, self.relocation, self.config.prices)
         self._searches_left = 0
         self._changed = False
         """Something happened since the last review that may let a node be spared."""

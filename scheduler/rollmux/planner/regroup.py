@@ -29,7 +29,7 @@ Known = list[tuple[int, Placement]]
 """Inputs of a group's spare price: versions and placements of its jobs."""
 
 
-class Regroup:
+class Regrouping:
     def __init__(self, packer: Packer, relocation: Relocation, prices: MovePrices) -> None:
         self._packer = packer
         self._table = packer.table

@@ -38,7 +38,7 @@ async def gateway() -> AsyncIterator[GatewayInProcess]:
     engine = FakeEngine(step_s=0.0, epoch=None, context=24)
     engine.masks = engine.routes_experts = True
     async with gateway_on(engine) as gateway:
-        await gateway.until(lambda: gateway.scheduler.fleet.context_tokens() == 24)
+        await gateway.until(lambda: gateway.scheduler.registry.context_tokens() == 24)
         yield gateway
 
 

@@ -34,6 +34,7 @@ from scheduler.gateway.engines.engine_faults import (
 )
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.engines.stream import EngineChoice, _Logprobs
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.blame import (
@@ -56,6 +57,7 @@ from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.turn_runner import TurnRunner
 from scheduler.model import Engine, EngineKind
+from tests.unit.scheduler.gateway.registry import registry_of
 
 JOB = JobId("job")
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
@@ -381,17 +383,20 @@ class Cluster:
     ) -> None:
         clock = clock or MonotonicClock()
         versions = VersionPolicy.from_config({"min_dedicated": 1})
-        dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
+        registry, routing = registry_of(JOB, versions=versions), RoutingPolicy(RoutingConfig())
+        dispatcher = Dispatcher(routing, registry, clock, queue_s=60, queued=asyncio.Event())
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.blame = RequestBlame()
         self.blame.policy = blame or BlamePolicy(quiet_s=0, held_s=0)
-        self.fleet = EngineFleet(versions, dispatcher, self.blame, log, clock, update_s=1)
+        metrics = GatewayMetrics()
+        self.fleet = EngineFleet(registry, dispatcher, self.blame, log, metrics, clock, update_s=1)
         self.probing = EngineProbing(self.fleet, self.blame, clock)
         self.runner = TurnRunner(
             self.fleet,
             self.probing,
             dispatcher,
             self.blame,
+            metrics,
             clock,
             timeouts=Timeouts(),
             max_attempts=8,

@@ -9,7 +9,9 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.policy.course import EngineWait
+from scheduler.gateway.engine_registry import EngineRegistry
+from scheduler.gateway.fleet_member import FleetMember
+from scheduler.gateway.policy.course import EngineWait, TurnCourse
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -23,14 +25,21 @@ from scheduler.gateway.policy.routing_events import (
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.policy.versions_events import Retarget
-from scheduler.model import EngineKind
+from scheduler.model import Engine, EngineKind
+from tests.unit.scheduler.gateway.registry import registry_of
 
 JOB = JobId("job")
 QUEUE_S = 0.4
 
 
-def make(**given: Any) -> Dispatcher:
-    made = Dispatcher(RoutingPolicy(RoutingConfig()), MonotonicClock(), queue_s=QUEUE_S, **given)
+def make(registry: EngineRegistry | None = None) -> Dispatcher:
+    made = Dispatcher(
+        RoutingPolicy(RoutingConfig()),
+        registry or registry_of(JOB),
+        MonotonicClock(),
+        queue_s=QUEUE_S,
+        queued=asyncio.Event(),
+    )
     made.observe(Retarget(job=JOB, version=WeightVersion(1)))
     return made
 
@@ -62,9 +71,7 @@ def offer(engine: EngineId) -> EngineOffered:
 async def place(dispatcher: Dispatcher, name: str, wait: EngineWait, for_s: float) -> Any:
     until_s = MonotonicClock().now() + for_s
     avoid = (EngineId("away"),)
-    return await dispatcher.place(
-        turn(name), resumed=False, wait=wait, avoid=avoid, until_s=until_s
-    )
+    return await dispatcher.place(turn(name), TurnCourse(wait=wait), avoid=avoid, until_s=until_s)
 
 
 async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_looked_at(
@@ -79,7 +86,11 @@ async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_lo
 
 
 async def test_a_refusal_says_the_fault_of_an_engine() -> None:
-    dispatcher = make(fault_for=lambda job: f"engine e0: cannot serve {job}")
+    registry = registry_of(JOB)
+    name = EngineId("e0")
+    engine = Engine(engine=name, kind=EngineKind.DEDICATED, url="", concurrency=1, numerics="")
+    registry.members[name] = FleetMember(engine, client=None, fault="cannot serve job")  # type: ignore[arg-type]
+    dispatcher = make(registry)
     refused = await place(dispatcher, "r", EngineWait(), 60.0)
     assert refused.reason.endswith("for 0 s; engine e0: cannot serve job")
 
@@ -91,13 +102,11 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
     dispatcher.observe(offer(unfit))
     until_s = MonotonicClock().now() + 10 * QUEUE_S
     placed = await dispatcher.place(
-        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), unfit={unfit}, until_s=until_s
+        turn("t"), TurnCourse(), avoid=(unfit,), unfit={unfit}, until_s=until_s
     )
     assert isinstance(placed, RefuseTurn)
     assert placed.refusal is Refusal.UNSERVED
-    waits = dispatcher.place(
-        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), until_s=until_s
-    )
+    waits = dispatcher.place(turn("t"), TurnCourse(), avoid=(unfit,), until_s=until_s)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2 * QUEUE_S):
             await waits
@@ -105,7 +114,9 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
 
 @pytest.mark.parametrize("by", ["permit", "pause", "engines"])
 async def test_a_wait_for_a_permit_or_a_pause_is_counted_apart(by: str) -> None:
-    wait, dispatcher = EngineWait(), make(waits_for_permit=lambda _job: by == "permit")
+    registry = registry_of(JOB)
+    registry.parked.update({JOB} if by == "permit" else ())
+    wait, dispatcher = EngineWait(), make(registry)
     dispatcher.observe(JobPaused(job=JOB, paused=by == "pause"))
     began_s = MonotonicClock().now()
     waiting = asyncio.create_task(place(dispatcher, "t", wait, 60.0))

@@ -15,7 +15,8 @@ from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.engines.engine_faults import EngineUnreachable
 from scheduler.gateway.engines.identity import Change
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import FleetMember
+from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.turn_ledger import TurnLedger
@@ -28,8 +29,9 @@ from scheduler.gateway.policy.versions_events import (
     VersionsConfig,
 )
 from scheduler.gateway.request_blame import RequestBlame
-from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.running_attempt import CutReason, RunningAttempt
 from scheduler.model import Engine, EngineKind
+from tests.unit.scheduler.gateway.registry import registry_of
 from tests.virtual_clock import VirtualClock
 
 JOB, ENGINE = JobId("job"), EngineId("e0")
@@ -79,11 +81,14 @@ def _version(number: int) -> JobVersion:
 def _fleet(clock: VirtualClock, blame: RequestBlame | None = None) -> EngineFleet:
     versions = VersionPolicy(VersionsConfig(min_dedicated=1))
     log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
-    dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
-    return EngineFleet(versions, dispatcher, blame or RequestBlame(), log, clock, update_s=1)
+    registry, routing = registry_of(JOB, versions=versions), RoutingPolicy(RoutingConfig())
+    dispatcher = Dispatcher(routing, registry, clock, queue_s=60, queued=asyncio.Event())
+    return EngineFleet(
+        registry, dispatcher, blame or RequestBlame(), log, GatewayMetrics(), clock, update_s=1
+    )
 
 
-def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind) -> Member:
+def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind) -> FleetMember:
     member = fleet.add(
         Engine(engine=engine, kind=kind, url="", concurrency=4, numerics="n"), client
     )
@@ -130,7 +135,7 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
     await asyncio.gather(*fleet._tasks)
     assert (first.up, guest.up) == (True, False)
     assert "vocabulary 32, not 64" in guest.fault
-    assert running.why_cut is Cut.CLASH
+    assert running.why_cut is CutReason.CLASH
     assert running.course.deaths == 0, "it did not die"
     await fleet.close()
     await asyncio.sleep(0)
@@ -148,8 +153,10 @@ async def test_an_engine_that_is_refused_bounds_no_request_and_one_that_is_down_
     await asyncio.gather(*fleet._tasks)
     assert "vocabulary 10, not 256" in refused.fault
 
+    registry = fleet.registry
+
     def bounds() -> tuple[int | None, int, set[str]]:
-        return fleet.vocabulary_tokens(), fleet.context_tokens(), fleet.models()
+        return registry.vocabulary_tokens(), registry.context_tokens(), registry.models()
 
     assert bounds() == (256, 128, {"policy"})
     assert fleet._context_limit == 128

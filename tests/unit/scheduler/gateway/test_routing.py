@@ -872,7 +872,7 @@ def test_a_turn_does_not_wait_for_a_faster_engine_that_is_closed() -> None:
         for name in map(str, range(10)):
             policy.observe(_turn(name, avoid=(EngineId(other),)), now=0)
             policy.observe(TurnLeft(turn=name, tokens=100, seconds=seconds), now=0)
-    assert list(policy.speeds()) == ["fast", "slow"]
+    assert list(policy.engines.speeds()) == ["fast", "slow"]
     for name in ("1", "2"):
         assert _went(policy.observe(_turn(name, avoid=(EngineId("slow"),)), now=0)) == {
             name: "fast"
@@ -918,7 +918,7 @@ def test_a_turn_goes_elsewhere_than_to_what_it_avoids_or_waits() -> None:
     avoid = (EngineId("a"),)
     assert _went(policy.observe(_turn("r1", avoid=avoid), now=0)) == {"r1": "b"}
     assert _went(policy.observe(_turn("r2", avoid=(*avoid, EngineId("b"))), now=0)) == {}
-    assert policy.may_serve(_turn("r2", avoid=(*avoid, EngineId("b"))))
+    assert policy.engines.may_serve(_turn("r2", avoid=(*avoid, EngineId("b"))))
 
 
 def test_an_engine_that_refuses_keeps_what_it_has_and_gets_one_more_with_each_end() -> None:

@@ -11,10 +11,11 @@ import pytest
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
 from harvester.platform.tenant_shares import Pressure
+from scheduler.gateway.job_turns import TurnRefused
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
-from scheduler.gateway.samples import TurnRefused, follow, samples_of
+from scheduler.gateway.samples import follow, samples_of
 
 JOB = JobId("job")
 
@@ -35,17 +36,16 @@ class Server:
         self.cancelled: list[str] = []
 
     @contextmanager
-    def admitting(self, job: JobId, requests: Sequence[GenerateRequest]) -> Iterator[None]:
+    def admitting(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:
         if len(requests) > self.room:
             raise Pressure(f"{len(requests)} turns")
         yield
 
-    async def generate(
+    async def serve(
         self,
-        job: JobId,
-        trajectory: TrajectoryId,
         request: GenerateRequest,
         *,
+        trajectory: TrajectoryId,
         on_turn: Any = None,
         part_of: Any = None,
     ) -> tuple[Turn, RefuseTurn | None]:
@@ -78,7 +78,7 @@ def test_each_sample_is_a_turn_with_a_seed_of_its_own() -> None:
 
 async def test_chunks_carry_every_token_of_every_choice_once_and_each_end_once() -> None:
     server = Server()
-    async with follow(server, JOB, TrajectoryId("t"), samples_of(request(3))) as samples:
+    async with follow(server, TrajectoryId("t"), samples_of(request(3))) as samples:
         for _ in range(9):
             server.step.release()
         made: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -92,7 +92,7 @@ async def test_chunks_carry_every_token_of_every_choice_once_and_each_end_once()
 
 async def test_usage_counts_a_prompt_once_however_many_samples_it_has() -> None:
     server = Server()
-    async with follow(server, JOB, TrajectoryId("t"), samples_of(request(3))) as samples:
+    async with follow(server, TrajectoryId("t"), samples_of(request(3))) as samples:
         for _ in range(9):
             server.step.release()
         await samples.results()
@@ -103,7 +103,7 @@ async def test_usage_counts_a_prompt_once_however_many_samples_it_has() -> None:
 async def test_one_refused_sample_refuses_the_request_and_ends_its_neighbours() -> None:
     server = Server(refused="r.1")
     with pytest.raises(TurnRefused, match="full") as refused:
-        async with follow(server, JOB, TrajectoryId("t"), samples_of(request(3))) as samples:
+        async with follow(server, TrajectoryId("t"), samples_of(request(3))) as samples:
             await samples.results()
     assert refused.value.status == 429
     assert sorted(server.cancelled) == ["r.0", "r.2"]
@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_takes_all_of_its_turns_with_it() -> None:
     server = Server()
 
     async def client() -> None:
-        async with follow(server, JOB, TrajectoryId("t"), samples_of(request(4))) as samples:
+        async with follow(server, TrajectoryId("t"), samples_of(request(4))) as samples:
             async for _ in samples.chunks():
                 pass
 
@@ -127,7 +127,7 @@ async def test_a_client_that_leaves_takes_all_of_its_turns_with_it() -> None:
 async def test_versions_of_one_choice_are_its_own() -> None:
     """A stream tells them at each choice's end, so that they may not cost all choices' tokens."""
     server = Server()
-    async with follow(server, JOB, TrajectoryId("t"), samples_of(request(n=2))) as samples:
+    async with follow(server, TrajectoryId("t"), samples_of(request(n=2))) as samples:
         for _ in range(6):
             server.step.release()
         first, second = await samples.results()
@@ -144,7 +144,7 @@ async def test_many_turns_are_begun_and_left_in_parts_between_which_others_run(a
 
     async def client() -> None:
         asked = samples_of(request(parts))
-        async with follow(server, JOB, TrajectoryId("t"), asked) as samples:
+        async with follow(server, TrajectoryId("t"), asked) as samples:
             await samples.results()
 
     task = asyncio.create_task(client())
@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_while_its_turns_are_begun_leaves_none() -> N
 
     async def client() -> None:
         asked = samples_of(request(parts))
-        async with follow(server, JOB, TrajectoryId("t"), asked) as samples:
+        async with follow(server, TrajectoryId("t"), asked) as samples:
             await samples.results()
 
     task = asyncio.create_task(client())

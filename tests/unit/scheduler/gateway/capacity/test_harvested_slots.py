@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
-from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, NodeId, SlotId
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     EndReason,
@@ -28,11 +27,14 @@ from harvester.contracts.wire.leases import (
 from harvester.platform.tls import Credentials
 from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
+from scheduler.gateway.capacity.agent_offers import AgentOffers
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
-from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.running_attempt import CutReason
 from scheduler.model import Engine, Lease
+from tests.unit.scheduler.gateway.registry import registry_of
 
 SLOTS = tuple(SlotId(f"slot{number}") for number in range(3))
 JOB = JobId("job")
@@ -52,6 +54,7 @@ class Fleet:
     def __init__(self) -> None:
         self.guests: dict[EngineId, tuple[Engine, Lease]] = {}
         self.idle_ratios: dict[EngineId, float | None] = {}
+        self.registry = registry_of(JOB, tenant="t")
 
     def add(
         self, engine: Engine, _client: object, *, lease: Lease, idle_ratio: float | None
@@ -72,13 +75,10 @@ class Fleet:
     def hold(self, _engine: EngineId, *, held: bool) -> bool:
         return held
 
-    def down(self, _member: object, _fault: str, *, cut: Cut) -> None:
-        assert cut is Cut.LEASE
+    def down(self, _member: object, _fault: str, *, cut: CutReason) -> None:
+        assert cut is CutReason.LEASE
 
     def review_contexts(self) -> None: ...
-
-    def clash_of(self, _engine: EngineDescription) -> str:
-        return ""
 
 
 @dataclass
@@ -171,29 +171,28 @@ class Stage:
         self.clock = Clock()
         self.agents = {name: Agent(self.clock, name) for name in agents or ("n",)}
         self.fleet = Fleet()
-        policy = CapacityPolicy(CapacityConfig(instance="i"))
+        policy, state = CapacityPolicy(CapacityConfig(instance="i")), state or SchedulerState(None)
+        demand = Demand(
+            job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
+        )
+        agents: Any = self.agents
+        trusted = dict.fromkeys(self.agents, credentials or Credentials())
         self.harvest = HarvestedSlots(
             policy,
             self.fleet,  # type: ignore[arg-type]
-            state or SchedulerState(None),
+            AgentOffers(agents, trusted, {}),
+            ClusterStops(state, agents),
+            SimpleNamespace(observe=lambda: (demand,)),  # type: ignore[arg-type]
+            state,
             DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
             wake=asyncio.Event(),
-            agents=self.agents,  # type: ignore[arg-type]
-            guests={},
-            client_of=lambda _url, _credentials: None,  # type: ignore[arg-type, return-value]
-            credentials=dict.fromkeys(self.agents, credentials or Credentials()),
-            demands=lambda: (
-                Demand(
-                    job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
-                ),
-            ),
-            tenant_of=lambda _job: TenantId("t"),
+            client_of=lambda _url, *, credentials: None,  # type: ignore[arg-type, return-value]
         )
 
     async def looks(self, *, after_s: float = 0.0) -> None:
         self.clock.at_s += after_s
-        await self.harvest.look()
+        await self.harvest.decide()
 
     @property
     def held(self) -> dict[SlotId, Lease]:
@@ -347,7 +346,9 @@ async def test_a_slot_name_of_two_agents_sends_no_turn_to_the_wrong_one(first: s
             assert lease.agent == first
             assert engine.url == f"http://{first}-{lease.slot}"
     other = "b" if first == "a" else "a"
-    assert f"agent {first} offers slot0, slot1, slot2 too" in stage.harvest.silent_agents[other]
+    assert (
+        f"agent {first} offers slot0, slot1, slot2 too" in stage.harvest.offers.silent_agents[other]
+    )
     assert stage.agents[other].asked == []
 
 
@@ -358,8 +359,8 @@ async def test_no_token_goes_to_a_guest_that_an_agent_offers_by_plain_http(tmp_p
     stage = Stage(credentials=Credentials(token_file=token))
     await stage.looks()
     assert not stage.held
-    assert "http://n-slot" in stage.harvest.silent_agents["n"]
-    assert "engine-proxy" in stage.harvest.silent_agents["n"]
+    assert "http://n-slot" in stage.harvest.offers.silent_agents["n"]
+    assert "engine-proxy" in stage.harvest.offers.silent_agents["n"]
 
 
 class FullState(SchedulerState):
@@ -408,7 +409,7 @@ async def test_a_lease_whose_end_cannot_be_recorded_is_not_used_and_is_forgotten
     assert EngineId("guest.slot0") not in stage.fleet.guests
     assert lease.lease in {each.lease for each in state.leases()}
     state.full = False
-    stage.harvest._demands = lambda: ()
+    stage.harvest._demands = SimpleNamespace(observe=lambda: ())  # type: ignore[assignment]
     await stage.looks()
     assert lease.lease not in {each.lease for each in state.leases()}
 
@@ -419,7 +420,7 @@ async def test_a_restart_on_a_full_disk_renews_its_leases() -> None:
     await before.looks()
     after = Stage(state=state)
     after.agents = before.agents
-    after.harvest._agents = before.agents  # type: ignore[assignment]
+    after.harvest.offers.agents = before.agents  # type: ignore[assignment]
     state.full = True
     await after.harvest._adopt()
     assert set(after.held) == set(SLOTS)
@@ -440,7 +441,7 @@ async def test_a_restart_whose_first_look_at_the_offers_is_lost_uses_its_leases_
     first = Stage(state=state)
     await first.looks()
     second = Stage(state=state)
-    second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
+    second.agents = second.harvest.offers.agents = first.agents  # type: ignore[assignment]
     agent, lost = first.agents["n"], [Exhausted("timeout")]
     offers = agent.offers
 
@@ -494,7 +495,7 @@ async def test_an_ended_lease_that_a_restart_finds_takes_no_guest_from_its_succe
     live = next(iter(first.harvest.leases.values()))
     state.keep_lease(msgspec.structs.replace(live, lease=LeaseId(old)))
     second = Stage(state=state)
-    second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
+    second.agents = second.harvest.offers.agents = first.agents  # type: ignore[assignment]
     await second.harvest._adopt()
     assert len(second.harvest.leases) == len(second.fleet.guests) == len(SLOTS)
 
@@ -575,7 +576,7 @@ async def test_a_gateway_looks_again_before_the_use_of_a_lease_must_end() -> Non
     await stage.looks()
     assert stage.harvest.slack_s == 9.0
     stage.clock.at_s = 8.9
-    stage.harvest._adopt = stage.harvest.look  # type: ignore[method-assign]
+    stage.harvest._adopt = stage.harvest.decide  # type: ignore[method-assign]
     answers.clear()
     stage.agents["there"].lost = True
     running = asyncio.create_task(stage.harvest.run(period_s=60.0))

@@ -66,7 +66,12 @@ def renderer_of(*peers: FlappingPeer | ShortPeer) -> Renderer:
     endpoints = [
         RenderEndpoint(cast(Any, each), 256 * isinstance(each, ShortPeer)) for each in peers
     ]
-    return Renderer(lambda: endpoints, Timeouts(queue_s=PATIENCE_S))
+    return renderer_at(*endpoints)
+
+
+def renderer_at(*endpoints: RenderEndpoint) -> Renderer:
+    given: Any = SimpleNamespace(in_order=lambda: endpoints)
+    return Renderer(given, Timeouts(queue_s=PATIENCE_S))
 
 
 async def test_a_call_waits_anew_where_the_renderer_was_back_for_others() -> None:
@@ -131,7 +136,7 @@ async def test_a_prompt_whose_output_was_cut_to_a_short_context_is_rendered_by_a
 
 
 async def test_a_request_is_refused_in_the_words_of_the_longest_renderer() -> None:
-    alone = Renderer(lambda: [RenderEndpoint(cast(Any, ShortPeer()))], Timeouts(queue_s=PATIENCE_S))
+    alone = renderer_at(RenderEndpoint(cast(Any, ShortPeer())))
     wrong = renderer_of(FlappingPeer(every=1000), ShortPeer("temperature must be non-negative"))
     for renderer, words in ((alone, "context length"), (wrong, "temperature")):
         with pytest.raises(RenderRefused, match=words):
@@ -182,8 +187,7 @@ class DecodingPeer:
 
 async def test_many_large_completions_are_several_calls_in_their_order() -> None:
     peer = DecodingPeer()
-    endpoints = [RenderEndpoint(cast(Any, peer))]
-    renderer = Renderer(lambda: endpoints, Timeouts(queue_s=PATIENCE_S))
+    renderer = renderer_at(RenderEndpoint(cast(Any, peer)))
     responses = [{"choices": [{"text": f"{at}" + "x" * (1 << 20)}]} for at in range(10)]
     prompts = [tuple(range(at, at + 100)) for at in range(10)]
     request = {"prompt": ["a long list"], "logprobs": 1}

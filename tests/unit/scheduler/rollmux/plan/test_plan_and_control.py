@@ -13,9 +13,8 @@ from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.control.nodes_file import read_specs
 from scheduler.rollmux.permits.job_permit import JobPermit
-from scheduler.rollmux.plan.drafting import draft
+from scheduler.rollmux.plan.drafting import FREE_MOVES, draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
-from scheduler.rollmux.plan.known_jobs import FREE_MOVES
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 REVIEWS = 12

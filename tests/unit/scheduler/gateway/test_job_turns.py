@@ -6,27 +6,36 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.contracts.ids import JobId, TenantId, TrajectoryId
+from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
+from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engines.engine_faults import RequestRefused
-from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
+from scheduler.gateway.gateway_metrics import GatewayMetrics
+from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.job_turns import ClientRequest, IdInUse, JobTurns, Listen
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
+from scheduler.gateway.policy.routing import RoutingPolicy
+from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import samples_of
+from tests.unit.scheduler.gateway.registry import registry_of
 from tests.virtual_clock import VirtualClock
 
+JOB = JobId("job")
 
-class Work:
-    """Turns that end when `goes_on` is set."""
+
+class Work(GatewayMetrics):
+    """Turns that end when `goes_on` is set, and their metrics."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.goes_on = asyncio.Event()
         self.begun: list[Turn] = []
         self.ended: list[Turn] = []
         self.fault: Exception | None = None
-        self.ledger = TurnLedger(JobId("job"))
+        self.ledger = TurnLedger(JOB)
         self.clock = VirtualClock()
 
     async def run(self, turn: Turn, on_tokens) -> None:
@@ -36,21 +45,28 @@ class Work:
             raise self.fault
         turn.end(FinishReason.LENGTH)
 
-    def open_turns(self, *, rejoin_s: float) -> OpenTurns:
+    def turn_ended(self, turn: Turn) -> None:
+        super().turn_ended(turn)
+        self.ended.append(turn)
+
+    def open_turns(self, *, rejoin_s: float) -> JobTurns:
         bounds = AnswerBounds(keep_s=60, turns=8, size_bytes=1 << 20)
-        return OpenTurns(
+        registry, routing = registry_of(JOB, tenant="alice"), RoutingPolicy(RoutingConfig())
+        return JobTurns(
             self.ledger,
-            self.run,
+            self,  # type: ignore[arg-type]
+            registry,
+            Dispatcher(routing, registry, self.clock, queue_s=60, queued=asyncio.Event()),
+            AnsweredTurns(bounds),
+            SchedulerState(None),
+            self,
             self.clock,
-            on_end=self.ended.append,
             rejoin_s=rejoin_s,
-            answered=AnsweredTurns(bounds),
-            tenant=TenantId("alice"),
         )
 
 
 def serve(
-    turns: OpenTurns,
+    turns: JobTurns,
     *,
     stream: bool = False,
     prompt: int = 1,

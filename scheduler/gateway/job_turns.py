@@ -1,4 +1,4 @@
-"""The turns of one job that clients wait for, by request id.
+"""The turns of one job, by request id: admitted, served or joined, aborted.
 
 A client that asks again, with the same body under the same id, joins the turn that it began: its
 first connection may have timed out or broken. A turn outlives its last client by `rejoin_s`, and so
@@ -9,27 +9,46 @@ its clients get them.
 """
 
 import asyncio
+import math
+import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import TenantId, TrajectoryId, WeightVersion
+from harvester.contracts.ids import TenantId, TrajectoryId
 from harvester.contracts.wire.rollouts import GenerateRequest
+from scheduler.gateway.dispatch import Dispatcher, context_tokens
+from scheduler.gateway.engine_registry import EngineRegistry
+from scheduler.gateway.gateway_metrics import GatewayMetrics
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.answered_turns import AnsweredTurns
-from scheduler.gateway.policy.routing_events import RefuseTurn
+from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, TrajectoryEnded
 from scheduler.gateway.policy.turn import FINISHED, Turn, turn_key
 from scheduler.gateway.policy.turn_ledger import TurnLedger
 from scheduler.gateway.requests import ContextSampling
-from scheduler.model import BASE_VERSION
+from scheduler.gateway.turn_runner import TurnRunner
 
-Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
 Listen = Callable[[Turn], Callable[[], None]]
+_REFUSED_STATUS = {
+    Refusal.VERSION: 409,
+    Refusal.GONE: 410,
+    Refusal.REQUEST: 422,
+    Refusal.CONTEXT: 400,
+    Refusal.JOB: 503,
+    Refusal.UNSERVED: 503,
+    Refusal.FULL: 429,
+}
+
+
+class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
+    def __init__(self, refused: RefuseTurn) -> None:
+        super().__init__(refused.reason)
+        self.status = _REFUSED_STATUS[refused.refusal]
 
 
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
@@ -72,48 +91,60 @@ class _Open:
         )
 
 
-class OpenTurns:
+class JobTurns:
     def __init__(
         self,
         ledger: TurnLedger,
-        run: Run,
+        runner: TurnRunner,
+        registry: EngineRegistry,
+        dispatcher: Dispatcher,
+        answered: AnsweredTurns,
+        state: SchedulerState,
+        metrics: GatewayMetrics,
         clock: Clock,
         *,
-        on_end: Callable[[Turn], None],
         rejoin_s: float,
-        answered: AnsweredTurns,
-        tenant: TenantId,
     ) -> None:
-        """`answered`: shared by all jobs; the answers of this job are `tenant`'s."""
+        """`answered`: shared by all jobs."""
+        self._job = ledger.job
         self._ledger = ledger
+        self._runner = runner
+        self._versions = registry.versions
+        self._dispatcher = dispatcher
         self._clock = clock
         self._answered = answered
-        self._tenant = tenant
+        self._tenant = TenantId(registry.jobs[ledger.job].tenant)
+        self._state = state
+        self._other_run = state.other_runs().get(ledger.job, "")
+        """Why turns are refused since the job's trainer began anew: engines hold weights of the run
+        before. Until a publish is taken."""
         self._clients: Counter[str] = Counter()
         """Number of waiting clients by request."""
-        self._run = run
-        self._on_end = on_end
+        self._metrics = metrics
         self._rejoin_s = rejoin_s
         self._open: dict[str, _Open] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open or turn_key(self._ledger.job, request_id) in self._answered
+        return request_id in self._open or turn_key(self._job, request_id) in self._answered
 
     async def serve(
         self,
         request: GenerateRequest,
         *,
         trajectory: TrajectoryId,
-        on_turn: Listen | None,
-        on_begin: Callable[[], None] = lambda: None,
-        newest: WeightVersion = BASE_VERSION,
+        on_turn: Listen | None = None,
         part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
-        """Returns the turn at its end. Raises IdInUse and the errors of `run`.
+        """Returns the turn at its end. `on_turn` gives a callback for new tokens.
 
-        `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new. Its
-        pin is resolved against `newest`.
+        A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine. Raises
+        IdInUse, the errors of the runner, and TurnRefused where engines hold weights of an earlier
+        run of the job's trainer.
         """
+        key = turn_key(self._job, request.request_id)
+        if self._other_run and (part_of is None or part_of.aborted is None):
+            reason = self._other_run
+            raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
         while (held := self._open.get(request.request_id)) is not None:
             if not held.abandoned and _is_for(held.turn, request, trajectory):
                 break
@@ -123,7 +154,6 @@ class OpenTurns:
                     "use a new id"
                 )
             await self._cancel(held)
-        key = turn_key(self._ledger.job, request.request_id)
         if held is None and (turn := self._answered.find(key, now=self._clock.now())) is not None:
             if not _is_for(turn, request, trajectory):
                 raise IdInUse(
@@ -135,10 +165,45 @@ class OpenTurns:
                 on_turn(turn)
             return turn, None
         if held is None:
-            on_begin()
+            self._metrics.trajectory_began(self._job, trajectory)
             part_of = part_of or ClientRequest(request.request_id, trajectory)
-            held = self._begin(request, trajectory, part_of, newest)
+            held = self._begin(request, trajectory, part_of)
         return await self._follow(held, on_turn)
+
+    def admitting(self, requests: Sequence[GenerateRequest]) -> AbstractContextManager[None]:
+        """Reserves queue room for all new turns of a request (joined turns need none). Raises
+        Pressure, and TurnRefused if a turn fits no engine, before any sample begins.
+
+        Routing itself decides on a single turn, which may find a free engine.
+        """
+        if len(requests) == 1:
+            return nullcontext()
+        new = [each for each in requests if each.request_id not in self]
+        keys = [turn_key(self._job, each.request_id) for each in new]
+        longest = max(map(context_tokens, new), default=0)
+        if reason := self._dispatcher.policy.too_long(self._job, longest):
+            raise TurnRefused(RefuseTurn(turn=keys[0], refusal=Refusal.CONTEXT, reason=reason))
+        return self._dispatcher.admitting(keys)
+
+    async def end_trajectory(self, trajectory: TrajectoryId) -> int:
+        """Aborts the open turns of a trajectory and forgets where its prefix is; returns the number
+        of aborted turns."""
+        aborted = await self.abort(session=trajectory)
+        self._metrics.trajectory_ended(self._job, trajectory)
+        self._dispatcher.observe(TrajectoryEnded(job=self._job, trajectory=trajectory))
+        return aborted
+
+    async def end_run(self, why: str) -> None:
+        """Aborts all open turns, and refuses new ones until `begin_run`."""
+        self._other_run = why
+        with suppress(sqlite3.Error):  # The process refuses them without it.
+            self._state.refuse_turns(self._job, why)
+        self._answered.expire(now=math.inf)  # The new run may give its requests the same names.
+        await self.abort(fault=why)
+
+    def begin_run(self) -> None:
+        """Takes turns again: the engines get this run's weights."""
+        self._other_run = ""
 
     async def abort(
         self,
@@ -173,16 +238,13 @@ class OpenTurns:
             await self._cancel(next(iter(self._open.values())))
 
     def _begin(
-        self,
-        request: GenerateRequest,
-        trajectory: TrajectoryId,
-        part_of: ClientRequest,
-        newest: WeightVersion,
+        self, request: GenerateRequest, trajectory: TrajectoryId, part_of: ClientRequest
     ) -> _Open:
+        newest = self._versions.newest(self._job)
         turn = self._ledger.open(request, trajectory=trajectory, newest=newest)
         assert turn is not None, "every open turn is held here"
         held = self._open[request.request_id] = _Open(turn, part_of)
-        held.task = asyncio.create_task(self._run(turn, held.hear))
+        held.task = asyncio.create_task(self._runner.run(turn, held.hear))
         held.task.add_done_callback(lambda task: self._ended(held, task))
         if part_of.aborted is not None:
             turn.fault, held.aborted = part_of.aborted, held.task.cancel()
@@ -190,7 +252,7 @@ class OpenTurns:
 
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
-        self._on_end(held.turn)
+        self._metrics.turn_ended(held.turn)
         # Retrieves the error: a waiting client gets it, and without a client asyncio logs nothing.
         # A cancellation refers back to here, by the frames that it passed, and goes with this call.
         with suppress(asyncio.CancelledError):
@@ -206,7 +268,7 @@ class OpenTurns:
                 self._forget(held)
 
     def _request_of(self, held: _Open) -> str:
-        return turn_key(self._ledger.job, held.part_of.request)
+        return turn_key(self._job, held.part_of.request)
 
     async def _follow(self, held: _Open, on_turn: Listen | None) -> tuple[Turn, RefuseTurn | None]:
         assert held.task is not None
