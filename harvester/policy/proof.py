@@ -47,7 +47,9 @@ _IMPACT_MEMORY_S = 12 * 3600.0
 
 
 class SliceSum(msgspec.Struct, kw_only=True):
-    """Fading sums over slices of a kind: n samples of sum x, and products for the variance."""
+    """Fading sums over slices of a kind: n samples of sum x, and products for the variance. Each
+    slice is weighed by the inverse of its chance to be of this kind: a quiet first half hour, of
+    which more is withheld, would else make production's own busy time the guest's."""
 
     slices: float = 0.0
     n: float = 0.0
@@ -143,8 +145,8 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
     Harm to a quarter of the requests or more, short, middle or long ones, moves a quartile.
     """
 
-    granted: SliceSum = msgspec.field(default_factory=SliceSum)
-    withheld: SliceSum = msgspec.field(default_factory=SliceSum)
+    granted: SliceSum = msgspec.field(default_factory=SliceSum, name="granted_weighed")
+    withheld: SliceSum = msgspec.field(default_factory=SliceSum, name="withheld_weighed")
     recent_s: list[float] = []
     """Recent latencies beside the guest."""
     lower_quartile: QuantileTest = msgspec.field(default_factory=QuantileTest)
@@ -185,7 +187,8 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
                 )
         kept = math.exp(-done.length_s / _IMPACT_MEMORY_S)
         total = self.withheld if done.withheld else self.granted
-        total.add(n=samples.n, x=samples.x, kept=kept)
+        weight = 1.0 / (done.share if done.withheld else 1.0 - done.share)
+        total.add(n=weight * samples.n, x=weight * samples.x, kept=kept)
         if not done.withheld:
             some_s = samples.kept_s[:: 1 + len(samples.kept_s) // _SLICE_RECENT]
             self.recent_s = [*self.recent_s, *some_s][-_RECENT:]

@@ -181,6 +181,20 @@ def test_its_interval_covers_a_known_impact_about_as_often_as_it_says() -> None:
     assert covered >= 17
 
 
+def test_a_load_that_grows_after_the_first_half_hour_is_no_impact() -> None:
+    """A quarter of the quiet half hour is withheld, a twentieth of the busy time after it."""
+    for seed in range(3):
+        proof = make(ProofSettings(seed=seed))
+
+        def loaded(rng: random.Random, proof: Proof = proof) -> float:
+            return lognormal(0.1 if proof.state.judged_s < 1500.0 else 0.2, 0.3)(rng)
+
+        serve(proof, granted=loaded, alone=loaded, minutes=150, seed=seed)
+        impact = proof.impact()["ttft"]
+        assert impact is not None
+        assert impact.low < 0.0 < impact.high, impact
+
+
 def test_tells_no_impact_before_it_has_enough_slices() -> None:
     proof = make(ProofSettings(share_ratio=0.3, minimum_slices=50))
     serve(proof, granted=lognormal(0.1, 0.1), alone=lognormal(0.1, 0.1), minutes=2)
