@@ -389,10 +389,12 @@ class Proof:
             arrive_s = 0.0  # Too few even then.
         longest_s = max(settings.slice_s, min(_SLICE_MOST_S, max(waits_s, arrive_s)))
         share = self._share()
-        end_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s))
+        length_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s)) - now
+        if length_s < _EDGE_RATIO * settings.slice_s:
+            length_s += settings.slice_s  # No beat may meet the rest, which rounding makes 0.
         return Slice(
             begin_s=now,
-            length_s=end_s - now,
+            length_s=length_s,
             withheld=_draw(number, settings.seed) < share,
             share=share,
             ttft=SliceSamples(p99_s=state.ttft.p99_s(allowed=self._allowed)),
