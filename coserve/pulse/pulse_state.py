@@ -12,6 +12,7 @@ that outlive their reply. Touches no clock and no page.
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import ceil
 
 import msgspec
@@ -39,6 +40,7 @@ _UNSEEN_PAUSE_NS = 300_000_000
 _SAME_ARRIVAL_S = 2e-6
 """Precision of vLLM's arrivals. All samples (n) and prompts (a list) of a request have one."""
 _ARRIVALS = 64
+_SPARE_BOUNDS = 64
 _BURST_NS = 20_000_000
 """Requests that come within this time get their first tokens in order of arrival."""
 _SPEECH_NS = 5_000_000_000
@@ -108,6 +110,9 @@ class PulseState:
     messages flow; further requests came by another entry point."""
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     """In order of arrival."""
+    _bounds: list[tuple[int, int]] = field(default_factory=list)
+    """Heap of the waiting requests' prompts, the largest first, and their keys; with some that wait
+    no more. A pulse is made at every event, and thousands may wait."""
     _answered: deque[float] = field(default_factory=lambda: deque(maxlen=_ARRIVALS))
     """Arrivals by vLLM's wall clock, in s, of the latest first tokens."""
     _run: _PrefillRun | None = None
@@ -160,6 +165,10 @@ class PulseState:
         bound = max(1, int((body_bytes - _ENVELOPE_BYTES) / self._bytes_per_token))
         self._open.add(key)
         self._waiting[key] = _Waiting(now_ns, bound, body_bytes)
+        heappush(self._bounds, (-bound, key))
+        if len(self._bounds) > 2 * len(self._waiting) + _SPARE_BOUNDS:
+            self._bounds = [(-one.prompt_tokens_bound, key) for key, one in self._waiting.items()]
+            heapify(self._bounds)
         self._requests += 1
 
     def connect(self, key: int) -> None:
@@ -261,7 +270,7 @@ class PulseState:
             self._prompt_quantiles = quantiles_of(ordered)
 
     def pulse(self, *, now_ns: int) -> Pulse:
-        waiting = [*self._waiting.values()]
+        waiting, oldest = self._waiting, next(iter(self._waiting.values()), None)
         decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
@@ -269,8 +278,8 @@ class PulseState:
             waiting=len(waiting),
             running=self._cores.running,
             decoding=decoding,
-            oldest_waiting_arrival_ns=waiting[0].arrival_ns if waiting else 0,
-            largest_waiting_prompt_tokens=max([r.prompt_tokens_bound for r in waiting], default=0),
+            oldest_waiting_arrival_ns=0 if oldest is None else oldest.arrival_ns,
+            largest_waiting_prompt_tokens=self._largest_bound(),
             last_step_end_ns=self._cores.last_step_ns(decoding=decoding, now_ns=now_ns),
             steps_total=self._steps,
             busy_s_total=busy_ns * 1e-9,
@@ -304,6 +313,15 @@ class PulseState:
             itl_late_s_recent=self._late,
             itl_late_total=self._late_total,
         )
+
+    def _largest_bound(self) -> int:
+        bounds, waiting = self._bounds, self._waiting
+        while bounds:
+            bound, request = -bounds[0][0], waiting.get(bounds[0][1])
+            if request is not None and request.prompt_tokens_bound == bound:
+                return bound
+            heappop(bounds)
+        return 0
 
     def _alone_since(self, begun_ns: int) -> bool:
         return self.alone_since_ns is not None and begun_ns >= self.alone_since_ns

@@ -88,13 +88,14 @@ class SlotTemplate:
                 if len(slots) == MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
                 fields = self.slot(engine)
-                if first := origins.get(pages_of(fields)):
+                claims = engine.slot, pages_of(fields)
+                if first := next((origins[claim] for claim in claims if claim in origins), ""):
                     raise ValueError(f"slot {engine.slot} belongs to {first}")
             except ValueError as error:
                 faults.append(f"{engine.origin}: {error}")
             else:
                 slots[engine.slot] = fields
-                origins[pages_of(fields)] = engine.origin
+                origins |= dict.fromkeys(claims, engine.origin)
         return slots, faults
 
 

@@ -233,7 +233,8 @@ class ErrorBudget:
         served, settings = self.state.minutes.last(minutes), self._settings
         misses = served.granted_misses + served.granted_late_beats
         misses = misses if self._proven else served.misses
-        if served.requests < settings.minimum_requests or misses < settings.minimum_misses:
+        least = max(1.0, settings.minimum_requests)
+        if served.requests < least or misses < settings.minimum_misses:
             return 0.0
         rate = served.misses / served.requests
         if self._proven:

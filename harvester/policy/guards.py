@@ -69,11 +69,13 @@ class Guards:
             memory.served += served
         memory.unanswered += production.unanswered
         own = [(x, weight) for x, weight in ttft.weighed if self.proof.stands_for(now - x)]
+        own_samples = sum(weight for _, weight in own)
         level_ttft = self._ttft_misses.observe(
             samples=ttft.total,
             misses=ttft_misses,
-            own_samples=sum(weight for _, weight in own),
+            own_samples=own_samples,
             own_misses=sum(weight for x, weight in own if x > settings.ttft_slo_s),
+            own_stands_for=served.withheld / own_samples if own_samples else 1.0,
             now=now,
         )
         withheld = served.withheld_beats > 0
@@ -82,6 +84,7 @@ class Guards:
             misses=itl_misses,
             own_samples=itl.total * withheld,
             own_misses=late.total * withheld,
+            own_stands_for=served.withheld_beats / production.decoded if withheld else 1.0,
             now=now,
         )
         level = self.step_level.observe(breached=level_ttft or level_itl, now=now)

@@ -61,11 +61,18 @@ class MissState(msgspec.Struct, kw_only=True):
     at_s: float | None = None
     own_samples: float = 0.0
     """Samples of withheld slices in the last hours, where production misses by itself."""
+    own_weighed: float = 0.0
+    """These by the granted samples that each stands for: an overload, under which more is withheld,
+    would else count for many quiet hours."""
     own_misses: float = 0.0
+    """Misses among them, weighed alike."""
     own_squares: float = 0.0
     """Squares of the misses that came in one beat: many at once spread more."""
     breached: bool = False
     """Whether there was a breach since the level was last whole."""
+
+    def __post_init__(self) -> None:
+        self.own_weighed = self.own_weighed or self.own_samples  # An older agent weighed nothing.
 
 
 class MissWindow:
@@ -82,17 +89,20 @@ class MissWindow:
         misses: float,
         own_samples: float = 0.0,
         own_misses: float = 0.0,
+        own_stands_for: float = 1.0,
         now: float,
     ) -> bool:
-        """Fold new counts in, `own_...` from withheld slices; True means a breach, after which
-        counting restarts. The counts fade when there is a new one."""
+        """Fold new counts in, `own_...` from withheld slices, of which each sample stands for so
+        many granted ones; True means a breach, after which counting restarts. The counts fade when
+        there is a new one."""
         if not (samples or misses or own_samples):
             return False
         state, elapsed_s = self.state, _elapsed(self.state.at_s, now)
         kept = math.exp(-elapsed_s / _OWN_MEMORY_S)
         state.own_samples = state.own_samples * kept + own_samples
-        state.own_misses = state.own_misses * kept + own_misses
-        state.own_squares = state.own_squares * kept + own_misses**2
+        state.own_weighed = state.own_weighed * kept + own_stands_for * own_samples
+        state.own_misses = state.own_misses * kept + own_stands_for * own_misses
+        state.own_squares = state.own_squares * kept + own_stands_for * own_misses**2
         fade = math.exp(-elapsed_s / self._settings.window_s)
         state.samples = state.samples * fade + samples
         state.misses = state.misses * fade + misses
@@ -115,7 +125,10 @@ class MissWindow:
     @property
     def _excess(self) -> float:
         state = self.state
-        per = state.samples / (state.own_samples + _OWN_PRIOR_SAMPLES)
+        if not state.own_weighed:
+            return state.misses
+        known = state.own_samples / (state.own_samples + _OWN_PRIOR_SAMPLES)
+        per = known * state.samples / state.own_weighed
         believable = _BELIEVABLE * math.sqrt(state.own_squares * per)
         return state.misses - state.own_misses * per - believable
 

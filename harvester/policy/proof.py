@@ -47,7 +47,9 @@ _IMPACT_MEMORY_S = 12 * 3600.0
 
 
 class SliceSum(msgspec.Struct, kw_only=True):
-    """Fading sums over slices of a kind: n samples of sum x, and products for the variance."""
+    """Fading sums over slices of a kind: n samples of sum x, and products for the variance. Each
+    slice is weighed by the inverse of its chance to be of this kind: a quiet first half hour, of
+    which more is withheld, would else make production's own busy time the guest's."""
 
     slices: float = 0.0
     n: float = 0.0
@@ -56,10 +58,7 @@ class SliceSum(msgspec.Struct, kw_only=True):
     nx: float = 0.0
     xx: float = 0.0
 
-    def add(self, *, n: float, x: float, weight: float, kept: float) -> None:
-        """`weight`: what the slice counts, the inverse of its chance to be of this kind. Slices of
-        both kinds then see the same production, whatever share is withheld when."""
-        n, x = weight * n, weight * x
+    def add(self, *, n: float, x: float, kept: float) -> None:
         self.slices = kept * self.slices + 1
         self.n = kept * self.n + n
         self.x = kept * self.x + x
@@ -146,8 +145,8 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
     Harm to a quarter of the requests or more, short, middle or long ones, moves a quartile.
     """
 
-    granted: SliceSum = msgspec.field(default_factory=SliceSum)
-    withheld: SliceSum = msgspec.field(default_factory=SliceSum)
+    granted: SliceSum = msgspec.field(default_factory=SliceSum, name="granted_weighed")
+    withheld: SliceSum = msgspec.field(default_factory=SliceSum, name="withheld_weighed")
     recent_s: list[float] = []
     """Recent latencies beside the guest."""
     lower_quartile: QuantileTest = msgspec.field(default_factory=QuantileTest)
@@ -187,10 +186,9 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
                     slice_s=done.length_s,
                 )
         kept = math.exp(-done.length_s / _IMPACT_MEMORY_S)
-        total, chance = (
-            (self.withheld, done.share) if done.withheld else (self.granted, 1.0 - done.share)
-        )
-        total.add(n=samples.n, x=samples.x, weight=1.0 / chance, kept=kept)
+        total = self.withheld if done.withheld else self.granted
+        weight = 1.0 / (done.share if done.withheld else 1.0 - done.share)
+        total.add(n=weight * samples.n, x=weight * samples.x, kept=kept)
         if not done.withheld:
             some_s = samples.kept_s[:: 1 + len(samples.kept_s) // _SLICE_RECENT]
             self.recent_s = [*self.recent_s, *some_s][-_RECENT:]
@@ -391,10 +389,12 @@ class Proof:
             arrive_s = 0.0  # Too few even then.
         longest_s = max(settings.slice_s, min(_SLICE_MOST_S, max(waits_s, arrive_s)))
         share = self._share()
-        end_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s))
+        length_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s)) - now
+        if length_s < _EDGE_RATIO * settings.slice_s:
+            length_s += settings.slice_s  # No beat may meet the rest, which rounding makes 0.
         return Slice(
             begin_s=now,
-            length_s=end_s - now,
+            length_s=length_s,
             withheld=_draw(number, settings.seed) < share,
             share=share,
             ttft=SliceSamples(p99_s=state.ttft.p99_s(allowed=self._allowed)),

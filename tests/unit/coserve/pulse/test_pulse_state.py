@@ -2,6 +2,7 @@
 
 from random import Random
 from statistics import fmean
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -131,6 +132,39 @@ def test_a_request_that_others_overtake_keeps_its_own_time(production: Productio
     pulse = production.pulse()
     assert pulse.waiting == 0
     assert [round(ttft_s, 2) for ttft_s in pulse.ttft_s_recent] == [0.05] * 20 + [5.0]
+
+
+def test_the_largest_waiting_prompt_is_known_in_whatever_order_they_go(
+    production: Production,
+) -> None:
+    rng, waiting = Random(1), dict[int, int]()
+    for key in range(2000):
+        production.after(0.001)
+        body_bytes = rng.randrange(200, 90_000)
+        production.arrive(key, body_bytes=body_bytes)
+        waiting[key] = max(1, int((body_bytes - 100) / 2.0))
+        while waiting and rng.random() < 0.49:
+            gone = rng.choice([*waiting])
+            production.finish(gone)
+            del waiting[gone]
+        pulse = production.pulse()
+        assert pulse.largest_waiting_prompt_tokens == max(waiting.values(), default=0)
+        assert pulse.waiting == len(waiting)
+
+
+def test_a_pulse_costs_the_same_however_many_requests_wait() -> None:
+    def pulse_s(waiting: int) -> float:
+        production = Production()
+        for key in range(waiting):
+            production.arrive(key)
+        times = []
+        for _ in range(20):
+            began_s = thread_time()
+            production.pulse()
+            times.append(thread_time() - began_s)
+        return min(times)
+
+    assert pulse_s(20_000) < 10 * pulse_s(20)
 
 
 def test_a_request_that_is_not_streamed_still_has_a_first_token(production: Production) -> None:

@@ -81,6 +81,14 @@ def test_the_agent_takes_the_slots_of_any_engines_as_a_whole() -> None:
     assert len(faults) == 48
 
 
+def test_two_engines_of_one_slot_with_pages_of_their_own_are_one() -> None:
+    template = SlotTemplate({"pages": "/run/rosemux/$gpu"})
+    engines = [engine("a", values={"gpu": f"GPU-{number}"}) for number in range(2)]
+    slots, faults = template.slots(engines)
+    assert slots["a"]["pages"] == "/run/rosemux/GPU-0"
+    assert faults == ["unit of a: slot a belongs to unit of a"]
+
+
 def test_two_slots_on_one_page_directory_are_one() -> None:
     template = SlotTemplate({"pages": "/run/rosemux/$gpu"})
     gpu = {"gpu": "GPU-1"}

@@ -68,6 +68,12 @@ def test_one_slow_request_in_little_traffic_is_no_trend() -> None:
     assert not any(serve(budget, start_s=0, minutes=60, requests=1, misses=0.1))
 
 
+def test_late_tokens_without_a_new_request_give_no_verdict() -> None:
+    budget = ErrorBudget(BudgetSettings(minimum_requests=0))
+    late = Served(misses=20, granted_beats=20, granted_late_beats=20)
+    assert not any(budget.observe(late, now=60.0 * minute) for minute in range(30))
+
+
 def test_goes_on_only_after_the_hold_and_a_clear_recovery() -> None:
     budget = ErrorBudget(
         BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0, hold_s=600, minimum_misses=10)

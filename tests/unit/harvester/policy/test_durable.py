@@ -158,7 +158,7 @@ def test_a_state_of_an_older_agent_is_read() -> None:
     older = msgspec.json.decode(left)
     for group, added in (
         ("proof", ("outlines",)),
-        ("misses", ("own_samples", "own_misses", "own_squares", "breached")),
+        ("misses", ("own_samples", "own_weighed", "own_misses", "own_squares", "breached")),
         ("budget", ("unknown_at_s",)),
     ):
         for name in added:

@@ -33,3 +33,27 @@ def test_withheld_requests_stand_for_the_granted_ones_whatever_share_is_withheld
     assert served.withheld == pytest.approx(served.granted, rel=0.4)
     assert served.withheld_beats == pytest.approx(served.granted_beats, rel=0.4)
     assert served.withheld_misses == pytest.approx(served.withheld / 2, rel=0.05)
+
+
+def test_an_overload_of_which_half_was_withheld_hides_no_later_harm_from_the_level() -> None:
+    """A fifth of the first tokens of the first half hour were late in slices of both kinds, none in
+    the two hours after it; then a guest makes a fifth of them late."""
+    proof = ProofSettings(seed=1, proving_share_ratio=0.5)
+    guards = Guards(SlotSettings(ttft_slo_s=1.0, proof=proof), GuardMemory())
+
+    def beats(seconds: float, *, late: bool, alone: bool) -> None:
+        nonlocal now
+        for _ in range(int(seconds / _BEAT_S)):
+            now += _BEAT_S
+            harmed = late and (alone or not guards.proof.withheld(now=now))
+            seen_s = (0.1, 0.1, 0.1, 0.1, 1.5 if harmed else 0.1)
+            view = ProductionView(condition=None, ttft=Latencies(seen_s=seen_s, total=50))
+            guards.account(view, beside_step=lambda _: not alone, now=now)
+            guards.prove(view, eligible=True, leased=True, now=now)
+
+    now = 1000.0
+    beats(1800.0, late=True, alone=True)
+    beats(2 * 3600.0, late=False, alone=True)
+    assert guards.step_level.ratio == 1.0
+    beats(30.0, late=True, alone=False)
+    assert guards.step_level.ratio < 1.0

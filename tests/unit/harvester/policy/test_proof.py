@@ -141,6 +141,13 @@ def test_load_that_changes_from_slice_to_slice_is_no_harm() -> None:
     assert serve(make(), granted=loaded, alone=loaded, minutes=240) is None
 
 
+def test_a_slice_has_a_length_whenever_it_begins() -> None:
+    proof = make(ProofSettings(slice_s=0.1, proving_s=0.0))
+    for beat in range(1, 10_000):
+        proof.observe(ttft_s=(), itl_s=(), eligible=True, leased=True, now=round(beat * 0.1, 6))
+        assert 0.009 < proof.slice_s < 0.111
+
+
 def test_slices_last_ten_times_the_p99() -> None:
     proof = make()
     serve(proof, granted=lognormal(1.2, 0.1), alone=lognormal(1.2, 0.1), minutes=5)
