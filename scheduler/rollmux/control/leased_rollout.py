@@ -143,6 +143,9 @@ class LeasedRollout:
 
     def _sample(self) -> TailSample:
         asked = self._permit.keep == ()
+        if not asked:
+            # Another job may be the one that waits next.
+            self._stays = None
         away = self._tail.state in (TailState.AWAY, TailState.IN_LINE)
         view = self._view() if asked or away else None
         tokens = {} if view is None else view.tokens(self._permit.job)

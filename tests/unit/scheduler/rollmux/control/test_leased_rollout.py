@@ -245,6 +245,26 @@ def test_a_tail_stays_where_the_job_that_waits_would_take_the_gateway_s_engines(
         waiting.join()
 
 
+def test_a_tail_that_came_back_stays_for_the_next_job_that_would_take_its_engines() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway(jobs="a c"))
+        c = PhaseClient(control, terms("c"), timeout_s=LONG_S)
+        permit = scene.begin()
+        # Job b has another gateway: the tail leaves its node to it, and comes back.
+        scene.b.end(scene.b.begin(ROLLOUT))
+        scene.gateway.until(BOTH)
+        _eventually(lambda: permit.stage is PermitStage.RUNNING)
+        before = len(scene.gateway.told)
+        waiting = threading.Thread(target=lambda: c.end(c.begin(ROLLOUT)))
+        waiting.start()
+        _eventually(lambda: permit.stage is PermitStage.NARROWING)
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        assert scene.gateway.told[before:] == []
+        scene.a.end(permit)
+        waiting.join()
+
+
 def test_a_job_whose_gateway_serves_another_one_is_activated_with_its_permit() -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway(jobs="a c"))
