@@ -20,7 +20,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 
@@ -375,12 +374,13 @@ def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Reg
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
 
-_CURRENT: ContextVar[PhaseClient] = ContextVar("phase_client")
+_CURRENT: list[PhaseClient] = []
+"""The installed client, if any: of the process, since a phase may run in any thread of it."""
 
 
 def install(client: PhaseClient) -> None:
-    """The client that `phase` of this module uses from here on."""
-    _CURRENT.set(client)
+    """The client that `phase` of this module uses from here on, in every thread."""
+    _CURRENT[:] = [client]
 
 
 def phase(kind: PhaseKind | str) -> Phase:
@@ -392,9 +392,8 @@ def phase(kind: PhaseKind | str) -> Phase:
 
 
 def _installed() -> PhaseClient:
-    client = _CURRENT.get(None)
-    if client is None:
+    if not _CURRENT:
         raise ConfigError(
             "no phase client is installed: call scheduler.rollmux.control.phase_client.install"
         )
-    return client
+    return _CURRENT[0]

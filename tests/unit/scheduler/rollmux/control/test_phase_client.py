@@ -79,6 +79,9 @@ def test_the_installed_control_is_found_when_a_phase_is_entered(
         roll_out()
     install(PhaseClient(embedded, terms("a")))
     assert roll_out() == "done"
+    # A thread begins with a context of its own, as a method of a Ray actor may.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(roll_out).result() == "done"
 
 
 def test_a_job_without_a_control_says_that_it_waits_and_for_what(
