@@ -98,9 +98,10 @@ class LeasedRollout:
         self._poller.start()
 
     def end(self) -> None:
-        """Takes engines and leases from the job."""
+        """Takes engines and leases from the job, also where `begin` was interrupted."""
         self._over.set()
-        self._poller.join()
+        if self._poller.ident is not None:
+            self._poller.join()
         self._tail.end(now=self._clock.now())
         self._measure_bulk()
         try:

@@ -198,9 +198,10 @@ class PhaseClient:
             leased = LeasedRollout(
                 permit, self._gateway, self._transport, self._clock, leases=leases
             )
+            # Set before: an interrupted beginning has to take engines and leases away again.
+            self._leased = leased
             with self._given_back(permit):
                 leased.begin()
-            self._leased = leased
         resumed_s = self._clock.now()
         self._loading_s = resumed_s - granted_s
         self.starts.append(

@@ -339,6 +339,22 @@ def test_an_interrupt_during_a_call_to_the_gateway_gives_the_permit_back(at: str
             assert others.nodes == nodes("r0")
 
 
+def test_an_interrupt_after_the_engines_are_on_turns_them_off_before_the_permit_goes() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway())
+        switch = scene.gateway.switch
+
+        def interrupted(switches: EnginePermissions, *, for_s: float) -> None:
+            switch(switches, for_s=for_s)
+            if switches == BOTH:
+                raise KeyboardInterrupt
+
+        scene.gateway.switch = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            scene.begin()
+        assert scene.gateway.told == [BOTH, NEITHER]
+
+
 def test_a_job_that_its_gateway_refuses_is_not_placed() -> None:
     gateway: Any = FakeGateway()
 
