@@ -100,10 +100,15 @@ class LeasedRollout:
     def end(self) -> None:
         """Takes engines and leases from the job, also where `begin` was interrupted."""
         self._over.set()
-        if self._poller.ident is not None:
-            self._poller.join()
-        self._tail.end(now=self._clock.now())
-        self._measure_bulk()
+        try:
+            if self._poller.ident is not None:
+                self._poller.join()
+            self._tail.end(now=self._clock.now())
+            self._measure_bulk()
+        finally:
+            self._switch_off()
+
+    def _switch_off(self) -> None:
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:

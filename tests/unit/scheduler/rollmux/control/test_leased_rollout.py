@@ -355,6 +355,21 @@ def test_an_interrupt_after_the_engines_are_on_turns_them_off_before_the_permit_
         assert scene.gateway.told == [BOTH, NEITHER]
 
 
+def test_an_interrupt_while_the_gateway_is_asked_at_the_end_leaves_no_engine_on() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway())
+        permit = scene.begin(0.5)
+        scene.gateway.until(BOTH)
+
+        def interrupted() -> GatewayView:
+            raise KeyboardInterrupt
+
+        scene.gateway.view = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            scene.a.end(permit)
+        assert scene.gateway.told == [BOTH, NEITHER]
+
+
 def test_a_job_that_its_gateway_refuses_is_not_placed() -> None:
     gateway: Any = FakeGateway()
 
