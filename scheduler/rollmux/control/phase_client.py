@@ -324,12 +324,18 @@ class PhaseClient:
             stays_loaded=stays_loaded,
         )
         self._leased_s = 0.0
-        if not failed:
-            self._obey(self._say(leave, timeout_s=self._timeout_s))
-            return
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
-        with suppress(Exhausted, Stale, PeerProtocolError):
-            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+        timeout_s = min(self._timeout_s, permit.lease_s) if failed else self._timeout_s
+        try:
+            left = self._say(leave, timeout_s=timeout_s)
+        except BaseException as error:
+            # Another job may be where its states are, or is once the permit has lapsed.
+            self._loaded.release()
+            if failed and isinstance(error, Exhausted | Stale | PeerProtocolError):
+                return
+            raise
+        if not failed:
+            self._obey(left)
 
     def _obey(self, left: Reply) -> None:
         if not isinstance(left, Accepted):
@@ -359,8 +365,6 @@ class PhaseClient:
         while True:
             reply = self._answer(leave, pauses)
             if isinstance(reply, Ended):
-                # Another job may be where its states are.
-                self._loaded.release()
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
             if reply is not None:
                 return reply
