@@ -1,7 +1,7 @@
 """An object store in memory that fails like a real one: `frail://bucket/path`.
 
 Objects appear when their upload ends. Nothing can be renamed. A plan makes it fail, die at any
-call, call something in between, list late, or know no conditional put.
+call, call something in between, list late, or know or keep no conditional put.
 """
 
 import errno
@@ -28,6 +28,8 @@ class Bucket:
     """The state that late listings show."""
     lists_late: bool = False
     has_conditional_put: bool = True
+    ignores_condition: bool = False
+    """As stores that speak S3 and know no `If-None-Match`: a conditional put replaces."""
     calls: int = 0
     """Counts calls that change something."""
     before: Callable[[int, str], None] = lambda number, call: None
@@ -97,7 +99,8 @@ class FrailObjects(AbstractFileSystem):
         if mode == "create" and not bucket.has_conditional_put:
             raise NotImplementedError("If-None-Match")
         bucket.change("put")
-        if mode == "create" and self._strip_protocol(path) in bucket.objects:
+        there = self._strip_protocol(path) in bucket.objects
+        if mode == "create" and there and not bucket.ignores_condition:
             raise FileExistsError(path)
         bucket.objects[self._strip_protocol(path)] = bytes(value)
 

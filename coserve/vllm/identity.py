@@ -22,6 +22,7 @@ from harvester.contracts.wire.engines import (
     CONTINUATION_FEATURE,
     ENGINE_HEADER,
     ENGINE_ROUTE,
+    FIRST_CORE_FEATURE,
     WEIGHTS_FEATURE,
     EngineDescription,
     EngineReport,
@@ -131,6 +132,8 @@ def _description(scope: Scope) -> EngineDescription:
     served = model.served_model_name
     transfer = getattr(config, "weight_transfer_config", None)
     weights = transfer is not None and transfer.backend == "rosemux"
+    parallel = config.parallel_config
+    several = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
     return EngineDescription(
         model=served if isinstance(served, str) else str(served[0]) if served else "",
         architecture=",".join(getattr(model.hf_config, "architectures", None) or ()),
@@ -142,6 +145,7 @@ def _description(scope: Scope) -> EngineDescription:
             *((WEIGHTS_FEATURE,) if weights else ()),
             *((CONTINUATION_FEATURE,) if continuation.accepts_emitted_output() else ()),
             *(("lora",) if config.lora_config is not None else ()),
+            *((FIRST_CORE_FEATURE,) if several else ()),
         ),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.engines import FIRST_CORE_FEATURE
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_registry import EngineRegistry
@@ -40,6 +41,7 @@ from scheduler.model import Engine, EngineKind, Lease
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_FIRST_CORE = "engine %s: its weights are checked on its first data-parallel rank alone"
 
 
 class EngineFleet:
@@ -284,6 +286,8 @@ class EngineFleet:
                 guest_of = member.lease.slot if member.lease is not None else None
                 member.description = await member.client.describe(guest_of)
                 member.is_described = True
+                if FIRST_CORE_FEATURE in member.description.features:
+                    _log.warning(_FIRST_CORE, effect.engine)
             if fault := self.registry.review_clash(member):
                 raise EngineLost(fault)
             member.description = await member.client.switch(

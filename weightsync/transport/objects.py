@@ -100,7 +100,8 @@ class ObjectStore(StoreSource):
         self._ask(lambda _: self._fs.pipe_file(self._full(path), data), writes=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """`put`, conditional or after a check; raises FileExistsError if there are other bytes."""
+        """`put` after a check, conditional where the store can; raises FileExistsError if there are
+        other bytes."""
 
         def attempt(_: Backoff) -> None:
             try:
@@ -151,11 +152,12 @@ class ObjectStore(StoreSource):
         return f"{self._root}/{path}"
 
     def _put_new(self, path: str, data: bytes) -> None:
+        # Some stores that speak S3 ignore the condition, and answer as if they had kept it.
+        if self._fs.exists(self._full(path)):
+            raise FileExistsError(path)
         try:
             self._fs.pipe_file(self._full(path), data, mode="create")
         except (NotImplementedError, TypeError):
-            if self._fs.exists(self._full(path)):
-                raise FileExistsError(path) from None
             self._fs.pipe_file(self._full(path), data)
 
     def _ask(self, call: Callable[[Backoff], T], *, writes: bool = False) -> T:

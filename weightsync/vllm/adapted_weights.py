@@ -97,16 +97,18 @@ class AdaptedWeights:
         Raises ConfigError for a base that adapters in force do not fit, for an adapter without a
         name, and for one whose base differs from another adapter's in force.
         """
-        record = self._record(request)
-        if record is None:
-            self._check_base_stays(request)
-            return self._base.load(request)
-        if request.adapter is None:
-            raise ConfigError(
-                f"{request.store} holds LoRA adapters: give the name that requests ask for it by "
-                "as `adapter`"
-            )
-        return self._load_adapter(checked_name(request.adapter, what="adapter"), request, record)
+        try:
+            if not self._is_adapter(request):
+                self._check_base_stays(request)
+                return self._base.load(request)
+            if request.adapter is None:
+                raise ConfigError(
+                    f"{request.store} holds LoRA adapters: give the name that requests ask for it "
+                    "by as `adapter`"
+                )
+            return self._load_adapter(checked_name(request.adapter, what="adapter"), request)
+        finally:
+            self._stores.forget(*request.key)
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""
@@ -135,11 +137,11 @@ class AdaptedWeights:
         self._base.close()
         self._stores.close()
 
-    def _load_adapter(self, name: str, request: RequestedVersion, record: AdapterRecord) -> Applied:
+    def _load_adapter(self, name: str, request: RequestedVersion) -> Applied:
         coming = self._stager.take(request.key, self._preparing(request))
         if coming.held is not self._of_store(request.store):
             coming = self._stager.take(request.key, self._preparing(request))
-        applied = coming.copy.applied
+        applied, record = coming.copy.applied, coming.copy.record
         request.check(applied.state_hash)
         if not self._is_on(record):
             self._move_base(name, record, coming.form)
@@ -183,9 +185,9 @@ class AdaptedWeights:
                     f"adapter version for the new base, which brings the base along, {_RESTART}"
                 )
 
-    def _record(self, request: RequestedVersion) -> AdapterRecord | None:
+    def _is_adapter(self, request: RequestedVersion) -> bool:
         manifest = self._stores.manifest(*request.key)
-        return manifest.adapter if manifest else None
+        return manifest is not None and manifest.adapter is not None
 
     def _is_on(self, record: AdapterRecord) -> bool:
         """Whether the engine is known to hold the adapter's base."""

@@ -72,13 +72,14 @@ class AdapterStores:
         self._pool = PacedPool(THREADS)
         self._open: dict[str, tuple[Store, Receiver]] = {}
         self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
+        """From a version's first staging to the end of its load."""
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""
         self._pool.pace = pace
 
     def known(self, store: str, version: WeightVersion) -> Manifest | None:
-        """The index of a version, if it was read before."""
+        """The index of a version, if it was read for this update."""
         return self._manifests.get((store, version))
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
@@ -92,6 +93,10 @@ class AdapterStores:
                 self._manifests.clear()
             self._manifests[store, version] = found
         return found
+
+    def forget(self, store: str, version: WeightVersion) -> None:
+        """The version's update is over: another run may publish one of its number."""
+        self._manifests.pop((store, version), None)
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
         """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,

@@ -20,6 +20,9 @@ CONTINUATION_FEATURE = "rosemux-continuation"
 """The engine takes a request with the output that another engine has made for it."""
 WEIGHTS_FEATURE = "rosemux-weights"
 """The engine follows versions and reports its workers' weights by `/collective_rpc`."""
+FIRST_CORE_FEATURE = "rosemux-first-core"
+"""One server of several engine cores (data-parallel ranks), whose `/collective_rpc` answers with
+the first core's workers alone: the weights of the others are not seen."""
 
 
 class WorkerMethod(StrEnum):

@@ -98,11 +98,17 @@ class LeasedRollout:
         self._poller.start()
 
     def end(self) -> None:
-        """Takes engines and leases from the job."""
+        """Takes engines and leases from the job, also where `begin` was interrupted."""
         self._over.set()
-        self._poller.join()
-        self._tail.end(now=self._clock.now())
-        self._measure_bulk()
+        try:
+            if self._poller.ident is not None:
+                self._poller.join()
+            self._tail.end(now=self._clock.now())
+            self._measure_bulk()
+        finally:
+            self._switch_off()
+
+    def _switch_off(self) -> None:
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
@@ -143,6 +149,9 @@ class LeasedRollout:
 
     def _sample(self) -> TailSample:
         asked = self._permit.keep == ()
+        if not asked:
+            # Another job may be the one that waits next.
+            self._stays = None
         away = self._tail.state in (TailState.AWAY, TailState.IN_LINE)
         view = self._view() if asked or away else None
         tokens = {} if view is None else view.tokens(self._permit.job)

@@ -20,7 +20,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 
@@ -199,9 +198,10 @@ class PhaseClient:
             leased = LeasedRollout(
                 permit, self._gateway, self._transport, self._clock, leases=leases
             )
+            # Set before: an interrupted beginning has to take engines and leases away again.
+            self._leased = leased
             with self._given_back(permit):
                 leased.begin()
-            self._leased = leased
         resumed_s = self._clock.now()
         self._loading_s = resumed_s - granted_s
         self.starts.append(
@@ -324,12 +324,18 @@ class PhaseClient:
             stays_loaded=stays_loaded,
         )
         self._leased_s = 0.0
-        if not failed:
-            self._obey(self._say(leave, timeout_s=self._timeout_s))
-            return
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
-        with suppress(Exhausted, Stale, PeerProtocolError):
-            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+        timeout_s = min(self._timeout_s, permit.lease_s) if failed else self._timeout_s
+        try:
+            left = self._say(leave, timeout_s=timeout_s)
+        except BaseException as error:
+            # Another job may be where its states are, or is once the permit has lapsed.
+            self._loaded.release()
+            if failed and isinstance(error, Exhausted | Stale | PeerProtocolError):
+                return
+            raise
+        if not failed:
+            self._obey(left)
 
     def _obey(self, left: Reply) -> None:
         if not isinstance(left, Accepted):
@@ -359,8 +365,6 @@ class PhaseClient:
         while True:
             reply = self._answer(leave, pauses)
             if isinstance(reply, Ended):
-                # Another job may be where its states are.
-                self._loaded.release()
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
             if reply is not None:
                 return reply
@@ -375,12 +379,13 @@ def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Reg
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
 
-_CURRENT: ContextVar[PhaseClient] = ContextVar("phase_client")
+_CURRENT: list[PhaseClient] = []
+"""The installed client, if any: of the process, since a phase may run in any thread of it."""
 
 
 def install(client: PhaseClient) -> None:
-    """The client that `phase` of this module uses from here on."""
-    _CURRENT.set(client)
+    """The client that `phase` of this module uses from here on, in every thread."""
+    _CURRENT[:] = [client]
 
 
 def phase(kind: PhaseKind | str) -> Phase:
@@ -392,9 +397,8 @@ def phase(kind: PhaseKind | str) -> Phase:
 
 
 def _installed() -> PhaseClient:
-    client = _CURRENT.get(None)
-    if client is None:
+    if not _CURRENT:
         raise ConfigError(
             "no phase client is installed: call scheduler.rollmux.control.phase_client.install"
         )
-    return client
+    return _CURRENT[0]

@@ -104,7 +104,7 @@ async def exposition(
 
 
 def listening_socket(path: Path, *, group: str | None = None) -> socket.socket:
-    """Bound for this user alone, or also for a group; a file that an earlier control left is
+    """Bound for this user alone, or also for a group; a socket that an earlier control left is
     replaced. Raises ConfigError where a control answers there, or where the file cannot be made.
     """
     try:
@@ -144,6 +144,9 @@ def _remove_left_over(path: Path) -> None:
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
+            # So answers a plain file too, which may be anything.
+            if not path.is_socket():
+                raise ConfigError(f"{path} is no socket: give another --socket") from None
             path.unlink()
             return
     raise ConfigError(f"another phase control listens on {path}")

@@ -26,11 +26,20 @@ from scheduler.rollmux.cluster.runtime_events import (
 from scheduler.rollmux.explain.history_entry import EventKind, HistoryEntry, seconds
 from scheduler.rollmux.explain.journal_lines import Began, Dated, JournalMoment
 from scheduler.rollmux.explain.permit_history import PermitHistory
-from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Register
+from scheduler.rollmux.permits.events import (
+    ControlResumed,
+    DropPlace,
+    Enter,
+    Forget,
+    Register,
+    Withdraw,
+)
 from scheduler.rollmux.permits.terms import JobTerms, terms_changes, terms_fault
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 
-_CAUSES: Final = frozenset({"submit", "register", "forget", "node", "control_resumed", "enter"})
+_CAUSES: Final = frozenset(
+    {"submit", "register", "forget", "withdraw", "node", "control_resumed", "enter"}
+)
 """Samples that a history needs beside what follows from them."""
 
 
@@ -45,6 +54,8 @@ class JobHistory:
         self._first = True
         self._new_process = False
         self._queued_for = ""
+        self._queued = False
+        """Whether it waits for its first placement: a withdrawal then ends it."""
 
     def read(self, line: Began | Dated) -> Iterator[HistoryEntry]:
         for entry in self._began(line) if isinstance(line, Began) else self._decided(line):
@@ -71,7 +82,9 @@ class JobHistory:
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["placed"]["spec"]["job"] == self._job for one in planned):
+        own = [one["placed"] for one in planned if one["placed"]["spec"]["job"] == self._job]
+        self._queued = any(one.get("placed_s") is None for one in own)
+        if own:
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         terms = [one["terms"] for one in permits if one["terms"]["job"] == self._job]
@@ -99,7 +112,7 @@ class JobHistory:
     def _caused(self, event: RuntimeEvent | None, now: JournalMoment) -> Iterator[HistoryEntry]:
         match event:
             case Submit(spec=given) if given.job == self._job and not self.is_known:
-                self.is_known, self._queued_for = True, ""
+                self.is_known, self._queued_for, self._queued = True, "", True
                 yield HistoryEntry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not terms_fault(terms):
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
@@ -123,6 +136,7 @@ class JobHistory:
         for effect in own:
             match effect:
                 case PlanJob():
+                    self._queued = False
                     yield _plan_entry(effect, now)
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
@@ -150,10 +164,12 @@ class JobHistory:
         self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: JournalMoment
     ) -> Iterator[HistoryEntry]:
         forgotten = isinstance(event, Forget) and event.job == self._job
+        gave_up = isinstance(event, Withdraw) and event.job == self._job and self._queued
         own = [effect for effect in effects if effect.job == self._job]
         close = next((one for one in own if isinstance(one, CloseJob)), None)
         gone = (
             forgotten
+            or gave_up
             or close is not None
             or any(isinstance(one, DropPlace) and one.forgotten for one in own)
         )
@@ -161,6 +177,8 @@ class JobHistory:
             return
         self.is_known = False
         why = "it was forgotten" if forgotten else "it was silent for too long"
+        if gave_up:
+            why = "its process gave up the wait for a placement"
         fared = "" if close is None else f"; {_fared(close)}"
         yield HistoryEntry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
 

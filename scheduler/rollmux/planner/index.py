@@ -43,7 +43,8 @@ class GroupIndex:
             self._shares[row, side] = min(shares[node] for node in nodes)
             self._bytes[row, side] = max(table.resident.free_bytes(node, pool) for node in nodes)
             load += sum(shares[node] for node in nodes) * table.types[pool].price_per_hour
-        self._load[row] = load / table.group_price_per_hour(group)
+        # Nodes may be free of charge.
+        self._load[row] = load / (table.group_price_per_hour(group) or 1.0)
 
     def candidates(
         self,

@@ -206,7 +206,17 @@ async def test_a_stream_that_names_no_identity_is_left_alone(engine, middleware)
     assert reply.body == b"ab"
 
 
-async def test_describes_what_the_engine_can_serve(middleware) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "external", "features"),
+    [
+        (1, False, ("rosemux-weights",)),
+        (2, True, ("rosemux-weights",)),
+        (2, False, ("rosemux-weights", "rosemux-first-core")),
+    ],
+)
+async def test_describes_what_the_engine_can_serve(
+    middleware, ranks: int, external: bool, features: tuple[str, ...]
+) -> None:
     class Model:
         served_model_name = "policy"
         hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
@@ -221,6 +231,9 @@ async def test_describes_what_the_engine_can_serve(middleware) -> None:
         model_config=Model(),
         weight_transfer_config=SimpleNamespace(backend="rosemux"),
         lora_config=None,
+        parallel_config=SimpleNamespace(
+            data_parallel_size=ranks, data_parallel_external_lb=external
+        ),
     )
     app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
     reply = await ask(middleware, ENGINE_ROUTE, method="GET", app=app)
@@ -228,7 +241,7 @@ async def test_describes_what_the_engine_can_serve(middleware) -> None:
     assert (told.model, told.architecture) == ("policy", "LlamaForCausalLM")
     assert (told.context_tokens, told.vocabulary) == (4096, 512)
     assert (told.dtype, told.logprobs_mode) == ("bfloat16", "processed_logprobs")
-    assert told.features == ("rosemux-weights",)
+    assert told.features == features
 
 
 async def test_other_scopes_pass_untouched() -> None:

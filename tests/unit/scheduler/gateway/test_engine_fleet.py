@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harvester.contracts.ids import EngineId, JobId, SlotId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.engines import FIRST_CORE_FEATURE, EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
@@ -169,6 +169,18 @@ async def test_an_engine_that_is_refused_bounds_no_request_and_one_that_is_down_
     assert not refused.clashes
     await fleet.close()
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("features", "lines"), [((), 0), ((FIRST_CORE_FEATURE,), 1)])
+async def test_the_log_names_an_engine_whose_further_ranks_are_not_seen(
+    caplog: pytest.LogCaptureFixture, features: tuple[str, ...], lines: int
+) -> None:
+    fleet = _fleet(VirtualClock())
+    fleet.switching.observe(JobActivated(job=JOB))
+    _joined(fleet, Client(EngineDescription(features=features)), ENGINE, EngineKind.DEDICATED)
+    await asyncio.gather(*fleet._tasks)
+    assert caplog.text.count(f"engine {ENGINE}: its weights are checked on its first") == lines
+    await fleet.close()
 
 
 async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(

@@ -26,6 +26,7 @@ from weightsync.publisher import Published, Publisher
 from weightsync.reading.store import Store
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.objects import ObjectStore
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -306,11 +307,24 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
     assert same(received(URL, 9, states[0]), states[8])
 
 
-@pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("condition", ["kept", "unknown", "ignored"])
+def test_an_object_is_created_and_never_replaced(bucket: Bucket, condition: str) -> None:
+    bucket.has_conditional_put = condition != "unknown"
+    bucket.ignores_condition = condition == "ignored"
+    store = ObjectStore(URL)
+    for _ in range(2):
+        store.create("index", b"first")
+    with pytest.raises(FileExistsError):
+        store.create("index", b"second")
+    assert store.read("index", 0, 9) == b"first"
+
+
+@pytest.mark.parametrize("condition", ["kept", "unknown", "ignored"])
 def test_the_newest_of_two_publishers_goes_on(
-    bucket: Bucket, states: tuple[State, ...], same: Same, conditional: bool
+    bucket: Bucket, states: tuple[State, ...], same: Same, condition: str
 ) -> None:
-    bucket.has_conditional_put = conditional
+    bucket.has_conditional_put = condition != "unknown"
+    bucket.ignores_condition = condition == "ignored"
     older = publisher()
     older.publish(states[0])
     newer = publisher()

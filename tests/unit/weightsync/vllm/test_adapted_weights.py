@@ -1,5 +1,6 @@
 """An adapter is in force on the very base that it was trained on, or not at all."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -234,6 +235,26 @@ def test_an_engine_whose_base_moved_without_its_adapter_holds_no_version(
     assert not engine.weights.is_loaded
     assert engine.weights.report() == {"in_doubt": True}
     engine.adapter("lora", 3)
+    assert engine.weights.is_loaded
+
+
+@pytest.mark.parametrize("loads_first", [True, False], ids=["loaded", "only staged"])
+def test_a_version_of_another_run_brings_its_own_base(
+    engine: Engine, states: tuple[State, ...], loads_first: bool
+) -> None:
+    """Its number is one that the engine has seen, on another base."""
+    assert engine.stage("lora", 1) is StageState.READY
+    if loads_first:
+        engine.adapter("lora", 1)
+    shutil.rmtree(engine.root / "lora")
+    [published] = engine.publishes("lora", 5, 4)
+    if not loads_first:
+        with pytest.raises(Corrupt, match="of another run"):
+            engine.adapter("lora", 1, state_hash=published.state_hash)
+    engine.stage("lora", 1)
+    engine.adapter("lora", 1, state_hash=published.state_hash)
+    assert engine.model.holds(states[4])
+    assert engine.slots.holds("policy", lora(4))
     assert engine.weights.is_loaded
 
 

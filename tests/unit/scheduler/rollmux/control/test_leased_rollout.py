@@ -245,6 +245,26 @@ def test_a_tail_stays_where_the_job_that_waits_would_take_the_gateway_s_engines(
         waiting.join()
 
 
+def test_a_tail_that_came_back_stays_for_the_next_job_that_would_take_its_engines() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway(jobs="a c"))
+        c = PhaseClient(control, terms("c"), timeout_s=LONG_S)
+        permit = scene.begin()
+        # Job b has another gateway: the tail leaves its node to it, and comes back.
+        scene.b.end(scene.b.begin(ROLLOUT))
+        scene.gateway.until(BOTH)
+        _eventually(lambda: permit.stage is PermitStage.RUNNING)
+        before = len(scene.gateway.told)
+        waiting = threading.Thread(target=lambda: c.end(c.begin(ROLLOUT)))
+        waiting.start()
+        _eventually(lambda: permit.stage is PermitStage.NARROWING)
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        assert scene.gateway.told[before:] == []
+        scene.a.end(permit)
+        waiting.join()
+
+
 def test_a_job_whose_gateway_serves_another_one_is_activated_with_its_permit() -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway(jobs="a c"))
@@ -317,6 +337,37 @@ def test_an_interrupt_during_a_call_to_the_gateway_gives_the_permit_back(at: str
         assert released == ["a"]
         with scene.b.phase("rollout") as others:
             assert others.nodes == nodes("r0")
+
+
+def test_an_interrupt_after_the_engines_are_on_turns_them_off_before_the_permit_goes() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway())
+        switch = scene.gateway.switch
+
+        def interrupted(switches: EnginePermissions, *, for_s: float) -> None:
+            switch(switches, for_s=for_s)
+            if switches == BOTH:
+                raise KeyboardInterrupt
+
+        scene.gateway.switch = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            scene.begin()
+        assert scene.gateway.told == [BOTH, NEITHER]
+
+
+def test_an_interrupt_while_the_gateway_is_asked_at_the_end_leaves_no_engine_on() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway())
+        permit = scene.begin(0.5)
+        scene.gateway.until(BOTH)
+
+        def interrupted() -> GatewayView:
+            raise KeyboardInterrupt
+
+        scene.gateway.view = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            scene.a.end(permit)
+        assert scene.gateway.told == [BOTH, NEITHER]
 
 
 def test_a_job_that_its_gateway_refuses_is_not_placed() -> None:

@@ -79,6 +79,9 @@ def test_the_installed_control_is_found_when_a_phase_is_entered(
         roll_out()
     install(PhaseClient(embedded, terms("a")))
     assert roll_out() == "done"
+    # A thread begins with a context of its own, as a method of a Ray actor may.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(roll_out).result() == "done"
 
 
 def test_a_job_without_a_control_says_that_it_waits_and_for_what(
@@ -510,6 +513,31 @@ def test_a_phase_that_ends_after_its_lease_leaves_no_state_loaded() -> None:
     with pytest.raises(Stale):
         phases.end(permit)
     assert released == ["rollout"]
+
+
+class Deaf(Transport):
+    """A control that hears no end of a phase."""
+
+    def __init__(self, control: Transport) -> None:
+        self.control = control
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Leave):
+            raise Exhausted("no answer in time")
+        return self.control.call(message)
+
+
+def test_a_phase_whose_end_is_not_heard_leaves_no_state_loaded_for_the_next_holder() -> None:
+    released: list[str] = []
+    with EmbeddedControl(PermitsConfig(lease_s=1.0)) as control:
+        phases = PhaseClient(Deaf(control), terms("a"), timeout_s=0.1)
+        phases.resident(ROLLOUT, on_release=lambda: released.append("a"))
+        permit = phases.begin(ROLLOUT)
+        with pytest.raises(Exhausted):
+            phases.end(permit)
+        others = PhaseClient(control, terms("b"), timeout_s=LONG_S)
+        with others.phase("rollout"):
+            assert released == ["a"]
 
 
 def test_a_holder_counts_its_lease_from_the_request_and_not_from_a_late_answer() -> None:

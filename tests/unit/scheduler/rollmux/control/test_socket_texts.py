@@ -33,6 +33,15 @@ def test_a_path_that_no_socket_can_have_is_refused_before_anything_is_made(tmp_p
     assert not directory.exists()
 
 
+def test_a_file_that_is_no_socket_is_refused_and_stays(tmp_path: Path) -> None:
+    """As one whose flags --socket and --state were exchanged."""
+    state = tmp_path / "phases.sqlite"
+    state.write_bytes(b"permits")
+    with pytest.raises(ConfigError, match=r"phases\.sqlite is no socket"):
+        listening_socket(state)
+    assert state.read_bytes() == b"permits"
+
+
 class Refusing(http.client.HTTPConnection):
     """A connection with one outcome for each request."""
 

@@ -26,6 +26,7 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Forget,
     Register,
+    Withdraw,
 )
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     PERMITS,
@@ -249,6 +250,22 @@ def test_a_silent_job_is_explained_as_silent(opens: Opens) -> None:
     assert _told(_explained(control, "a"), EventKind.CLOSED) == [
         "closed: it was silent for too long"
     ]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_job_that_gave_up_its_wait_is_closed_and_listed_when_it_comes_again(
+    opens: Opens, tmp_path: Path, restarts: bool
+) -> None:
+    control = opens(cluster("r0", "t0"), state=tmp_path / "state.sqlite")
+    control.submit(submission("a", slo=1.01), submission("b", slo=1.01))
+    if restarts:
+        control.service.close()
+        control = opens(control.config, clock=control.clock, state=tmp_path / "state.sqlite")
+    control.service.call(Withdraw(job=JobId("b"), holder="b.1"))
+    control.submit(submission("b", slo=1.01))
+    kinds = [one.kind for one in _explained(control, "b").entries]
+    again = kinds[kinds.index(EventKind.CLOSED) :]
+    assert again == [EventKind.CLOSED, EventKind.SUBMITTED, EventKind.QUEUED]
 
 
 def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapshot(

@@ -64,6 +64,20 @@ def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: PlanDocument)
     assert group.bound_by == min(group.jobs, key=lambda one: one.promise.slack).job
 
 
+def test_nodes_that_cost_nothing_are_planned() -> None:
+    given = settings(job("a", 300, 200), job("b", 250, 250), rollout=1, training=1)
+    free = {"price_per_hour": 0}
+    pools = {
+        "rollout": given.nodes.rollout.model_copy(update=free),
+        "training": given.nodes.training.model_copy(update=free),
+    }
+    nodes = given.nodes.model_copy(update=pools)
+    plan = draft(given.model_copy(update={"nodes": nodes}))
+    (group,) = plan.groups
+    assert {one.job for one in group.jobs} == {"a", "b"}
+    assert (plan.price_per_hour, plan.dedicated_per_hour, plan.unplaced) == (0, 0, ())
+
+
 def test_nodes_of_its_own_are_an_alternative_at_their_price(pair: PlanDocument) -> None:
     for one in pair.groups[0].jobs:
         (alone,) = [each for each in one.alternatives if each.kind == "new isolated group"]
