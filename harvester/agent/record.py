@@ -50,6 +50,8 @@ class SlotRecord:
         self._missing = 0
         self.missing_total = 0
         """Decisions missing in the journal."""
+        self.saved = False
+        """Whether this run of the agent is on disk: else the next one has its number."""
 
     @property
     def fault(self) -> str:
@@ -137,7 +139,7 @@ class SlotRecord:
         except OSError as error:
             self._state_fault, self._resave_at_s = _fault_of("state", error), now + _RETRY_S
         else:
-            self._state_fault, self._saved = "", verdicts
+            self._state_fault, self._saved, self.saved = "", verdicts, True
             self._saved_at_s, self._saved_misses = now, misses
         self._log_fault()
 
