@@ -251,7 +251,7 @@ def test_an_agent_starts_reloads_and_stops_on_a_full_disk(tmp_path: Path, disk: 
 
 
 def test_two_runs_of_one_number_are_not_both_reported(stage: Stage, disk: Disk) -> None:
-    """A scheduler would take the second one's counts for late ones, until they exceed the first's."""
+    """A scheduler takes the second's counts for late ones, until they exceed the first's."""
     stage.node.close()
     disk.fill()
     stage.start()
