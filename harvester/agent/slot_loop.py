@@ -35,6 +35,7 @@ from harvester.contracts.page import (
     PageOwners,
 )
 from harvester.contracts.page.owners import trusted_uids
+from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
 from harvester.platform.kv_segment import KvSegment
@@ -292,11 +293,7 @@ class Slot:
             lending=self._lending,
             headroom_ratio=headroom_ratio,
             headroom_age_s=headroom_age_s,
-            budget=self.policy.budget_report(
-                self.config.service or self.config.model or self.name,
-                number=self._leases.allotted_number(self.name),
-                leased=lease is not None,
-            ),
+            budget=self._budget_report(leased=lease is not None),
             mode=settings.mode,
             slot_state=self.policy.state,
             ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
@@ -304,6 +301,17 @@ class Slot:
             guest_tokens_total=self.exposition.guest_tokens_total,
             stop=self._stop,
             forecasts=self.forecasts(),
+        )
+
+    def _budget_report(self, *, leased: bool) -> BudgetReport | None:
+        """None before this run is on disk: a scheduler takes lower counts of a run that it knows
+        for late ones, until they exceed what that run had."""
+        if not self._record.saved:
+            return None
+        return self.policy.budget_report(
+            self.config.service or self.config.model or self.name,
+            number=self._leases.allotted_number(self.name),
+            leased=leased,
         )
 
     def close(self, *, now: float, wait: bool = True) -> None:

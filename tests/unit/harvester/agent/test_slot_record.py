@@ -250,6 +250,23 @@ def test_an_agent_starts_reloads_and_stops_on_a_full_disk(tmp_path: Path, disk: 
     stage.node.close()
 
 
+def test_two_runs_of_one_number_are_not_both_reported(stage: Stage, disk: Disk) -> None:
+    """A scheduler takes the second's counts for late ones, until they exceed the first's."""
+    stage.node.close()
+    disk.fill()
+    stage.start()
+    stage.beats()
+    unsaved = stage.node.slots[0].offer().budget
+    stage.node.close()
+    stage.start()
+    stage.beats()
+    disk.clear()
+    beats_until(stage, lambda: stage.condition is not Condition.UNRECORDED)
+    saved = stage.node.slots[0].offer().budget
+    assert saved is not None
+    assert unsaved is None or (unsaved.life, unsaved.run) != (saved.life, saved.run)
+
+
 def test_a_state_that_cannot_be_saved_withdraws_the_slot_too(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
