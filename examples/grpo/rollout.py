@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from secrets import token_hex
 from typing import Protocol, Unpack
 
 from examples.grpo.environment import LINE_TOKENS, Episode, Task
@@ -96,6 +97,8 @@ class RolloutCollector:
         self._clock = clock
         self._sleep = sleep
         self._on_progress = on_progress
+        self._run = token_hex(4)
+        """In every request's id: a gateway keeps the answers of an earlier run for a while."""
 
     async def collect(self, tasks: Sequence[Task], *, step: int, version: int) -> StepBatch:
         """Samples every task on exactly `version`.
@@ -153,7 +156,7 @@ class RolloutCollector:
         line: tuple[int, ...] = ()
         for resume in range(_RESUMES_MAX):
             where = f"{self._seed}/{place}/{trajectory.prompt_index}/{turn}/{resume}"
-            request_id = f"{name}-t{turn}-r{resume}"
+            request_id = f"{name}-t{turn}-r{resume}-{self._run}"
             sampling = SamplingParams(
                 max_tokens=LINE_TOKENS - len(line),
                 temperature=1.0,

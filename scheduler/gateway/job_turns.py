@@ -154,12 +154,14 @@ class JobTurns:
                     "use a new id"
                 )
             await self._cancel(held)
-        if held is None and (turn := self._answered.find(key, now=self._clock.now())) is not None:
+        now = self._clock.now()
+        if held is None and (turn := self._answered.find(key, now=now)) is not None:
             if not _is_for(turn, request, trajectory):
                 raise IdInUse(
                     f"request_id {request.request_id!r} was answered with another body; use a new "
                     "id"
                 )
+            self._answered.given_again(key, now=now)
             self._ledger.counters.repeated += 1
             if on_turn is not None:
                 on_turn(turn)

@@ -98,15 +98,18 @@ class AnsweredTurns:
             shelf.answers.move_to_end(request)
 
     def find(self, turn: str, *, now: float) -> Turn | None:
-        """The answered turn with this key; extends the time for which it is kept."""
+        """The answered turn with this key, for whichever request."""
         self.expire(now=now)
         if turn not in self._requests:
             return None
         tenant, request = self._requests[turn]
-        answer = self._shelves[tenant].answers[request]
-        if answer.until_s < math.inf:
+        return self._shelves[tenant].answers[request].turns[turn]
+
+    def given_again(self, turn: str, *, now: float) -> None:
+        """Extends the time for which the turn found is kept."""
+        tenant, request = self._requests[turn]
+        if self._shelves[tenant].answers[request].until_s < math.inf:
             self.left(tenant, request, now=now)
-        return answer.turns[turn]
 
     def expire(self, *, now: float) -> None:
         for tenant, shelf in tuple(self._shelves.items()):

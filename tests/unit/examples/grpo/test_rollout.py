@@ -104,6 +104,16 @@ class Player:
         )
 
 
+async def test_a_trainer_that_starts_again_asks_under_other_ids() -> None:
+    """A gateway keeps a turn's answer by its id, and refuses or repeats it to the next run."""
+    first, again = Player(), Player()
+    await collected(first)
+    await collected(again)
+    assert len(first.asked) == len(again.asked)
+    ids = [{request.request_id for request, _ in run.asked} for run in (first, again)]
+    assert not ids[0] & ids[1]
+
+
 class Aborting(Player):
     """Gives at most seven tokens at a time, each time from another engine."""
 

@@ -352,6 +352,20 @@ async def test_another_request_under_an_answered_id_is_refused_by_name(changes) 
     assert len(work.begun) == 1
 
 
+async def test_a_request_that_is_refused_again_and_again_frees_the_id_in_its_time() -> None:
+    """As a trainer's that starts again: its client repeats every request for a minute."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=0)
+    work.goes_on.set()
+    first, _ = await serve(turns, named=True)
+    for second in range(1, 60):
+        work.clock.advance_to(second)
+        with pytest.raises(IdInUse, match="answered with another body"):
+            await serve(turns, named=True, prompt=2)
+    work.clock.advance_to(60)
+    assert (await serve(turns, named=True, prompt=2))[0] is not first
+
+
 async def test_an_aborted_turn_is_no_whole_answer() -> None:
     work = Work()
     turns = work.open_turns(rejoin_s=60)
