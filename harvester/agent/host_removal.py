@@ -137,6 +137,7 @@ def _remove_pages(path: Path, done: RemovalReport) -> None:
     names = {PageName.GRANT, PageName.GUEST, PageName.LEAVING, *PageDirectory(path).pulse_names()}
     for name in sorted(live):
         done.left[path / name] = "production writes it: remove its variables and restart it"
+        done.left |= dict.fromkeys(path.glob(f".{name}.lock"), "it goes with production's page")
     for name in sorted(names - live):
         _remove(path / name, done)
         _remove(path / f".{name}.lock", done)

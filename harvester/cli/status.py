@@ -119,8 +119,8 @@ def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
             return f"{mode} ({reason}), epoch {epoch}, at most {cap} tokens per step"
         case Guest() as guest:
             return (
-                f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
-                f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
+                f"{' '.join(filter(None, (guest.gate, guest.reason)))}, epoch {guest.epoch}, "
+                f"running {guest.running}, waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
                 f"than predicted{_held(guest)}{_lent(guest)}{_isolated(guest)}"
                 f"{_floor(guest.memory)}{_asleep(guest)}"

@@ -36,10 +36,10 @@ def _check_numbers(settings: "_Settings", *, above_0: tuple[str, ...] = ()) -> N
     for each in fields(settings):
         value = getattr(settings, each.name)
         if isinstance(value, int | float):
-            holds = 0 <= value < 2**63 and math.isfinite(value)
-            _check(holds, f"{each.name} must be a finite number, at least 0")
-    for name in above_0:
-        _check(getattr(settings, name) > 0, f"{name} must be above 0")
+            positive = each.name in above_0
+            holds = 0 <= value < 2**63 and math.isfinite(value) and not (positive and value == 0)
+            least = "above 0" if positive else "at least 0"
+            _check(holds, f"{each.name} must be a finite number, {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

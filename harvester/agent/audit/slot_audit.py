@@ -132,5 +132,5 @@ def lease_fields(lease: SlotLease) -> dict[str, object]:
 
 
 def _pids(processes: tuple[ProcessId, ...]) -> str:
-    pids = ", ".join(str(process.pid) for process in processes)
+    pids = ", ".join(dict.fromkeys(str(process.pid) for process in processes))
     return f"processes {pids}" if pids else "it names no process"

@@ -87,11 +87,11 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         ),
         (
             GOOD.replace("0.2", "-1"),
-            "slots.0.policy: Value error, ttft_slo_s must be a finite number, at least 0",
+            "slots.0.policy: Value error, ttft_slo_s must be a finite number, above 0",
         ),
         (
             GOOD.replace("0.2", "0"),
-            "slots.0.policy: Value error, ttft_slo_s must be above",
+            "slots.0.policy: Value error, ttft_slo_s must be a finite number, above 0",
         ),
         (
             GOOD.replace("0.2", "2000"),

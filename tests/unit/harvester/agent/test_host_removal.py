@@ -263,6 +263,7 @@ def test_files_in_use_or_not_ours_are_left_and_named(
     done = undo(config, records=True)
     assert "not known" in done.left[stranger]
     assert "remove its variables" in done.left[pages.path / "pulse.prod.0"]
+    assert "production's page" in done.left[pages.path / ".pulse.prod.0.lock"]
     assert stranger.read_text() == "mine"
     assert not (config.page_root / "slot0" / "grant").exists()
 

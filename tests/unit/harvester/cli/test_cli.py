@@ -184,6 +184,7 @@ def test_status_says_how_well_predictions_held(
     shown = " ".join(capsys.readouterr().out.split())
     assert "longer than it no prefills compared and 12% of 512 decodes" in shown
     assert "4096 retained, 9% of steps longer than predicted" in shown
+    assert f"{guest.gate}, epoch 0" in shown
 
 
 @pytest.mark.parametrize("reason", ["\x1b]0;owned\x07\x1b[2J all good", "[/x] all good"])

@@ -253,15 +253,16 @@ def test_a_guest_whose_page_expires_has_ended_after_a_while_and_may_come_back(
     stage: Stage,
 ) -> None:
     gone = (ProcessId(pid=2**22 - 3, start_ticks=1),)
-    stage.guest(processes=gone)
+    stage.guest(processes=gone * 2)
     stage.beats()
-    stage.guest(processes=gone, ttl_ns=1)
+    assert stage.last("guest_started").reason == f"processes {gone[0].pid}"
+    stage.guest(processes=gone * 2, ttl_ns=1)
     stage.beats(2)
     assert stage.of("guest_ended") == []
     stage.clock.now_s += 2.0
     stage.beats()
     assert stage.last("guest_ended").reason.startswith("its page is expired")
-    stage.guest(processes=gone)
+    stage.guest(processes=gone * 2)
     stage.beats()
     assert stage.last("guest_started").reason.startswith("its page is back")
 
