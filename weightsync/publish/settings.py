@@ -42,7 +42,12 @@ class VersionSettings:
             raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
         if not (isinstance(self.first_version, int) and 1 <= self.first_version < _MAX_VERSION):
             raise ConfigError(f"first_version {self.first_version!r}: use a number from 1")
-        _check_positive(self, "keep_versions", "max_bytes")
+        _check_positive(self, "keep_versions")
+        if self.max_bytes is not None:
+            _check_positive(self, "max_bytes")
+        for field in ("skip_deltas", "check_finite"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} {getattr(self, field)!r}: use True or False")
         if self.encoding not in {Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE}:
             raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
         object.__setattr__(self, "encoding", Encoding(self.encoding))
@@ -63,6 +68,7 @@ class WorkSettings:
 
     def __post_init__(self) -> None:
         _check_positive(self, "threads", "in_flight_bytes", "shard_bytes")
+        _check_directory("copy_dir", self.copy_dir)
 
     @property
     def spool_dir(self) -> Path | None:
@@ -84,6 +90,7 @@ class ExchangeSettings:
         given = self.rank_timeout_s
         if not (isinstance(given, int | float) and 0 < given < inf):
             raise ConfigError(f"rank_timeout_s {given!r}: use a number of seconds above 0")
+        _check_directory("ranks_dir", self.ranks_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,16 @@ class AnnounceSettings:
     ca_file: Path | str | None = None
     """Certificates to trust besides the system's."""
 
+    def __post_init__(self) -> None:
+        given: object = self.jobs
+        if isinstance(given, bytes) or not isinstance(given, Sequence):
+            raise ConfigError(
+                f"announce {given!r}: give the job's URL at each gateway, or leave out"
+            )
+        for url in self.urls:
+            if not isinstance(url, str):
+                raise ConfigError(f"announce: {url!r} is no job's URL: give strings")
+
     @property
     def urls(self) -> tuple[str, ...]:
         """None for an empty `jobs`, as a command's option may be."""
@@ -107,5 +124,10 @@ class AnnounceSettings:
 def _check_positive(settings: VersionSettings | WorkSettings, *fields: str) -> None:
     for field in fields:
         value = getattr(settings, field)
-        if value is not None and not (isinstance(value, int | float) and value >= 1):
+        if not (isinstance(value, int | float) and value >= 1):
             raise ConfigError(f"{field} {value!r}: use a number from 1")
+
+
+def _check_directory(field: str, given: object) -> None:
+    if not (given is None or isinstance(given, Path | str)):
+        raise ConfigError(f"{field} {given!r}: give a directory")
