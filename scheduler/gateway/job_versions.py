@@ -88,7 +88,10 @@ class JobVersions:
         took too long, or if it cannot be recorded: then nothing has moved. PeerProtocolError for a
         store that is not the job's.
         """
-        return await asyncio.shield(self._fleet.spawn(self._publish(published)))
+        publishing = self._fleet.spawn(self._publish(published))
+        # The log has a refusal whose caller has left; no task may end with it untaken.
+        publishing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(publishing)
 
     async def _publish(self, published: VersionPublished) -> dict[EngineId, VersionSwitchState]:
         job, store, version = published.job, published.store, published.version

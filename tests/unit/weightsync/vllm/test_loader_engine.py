@@ -234,7 +234,7 @@ def test_a_worker_s_sleep_reaches_the_version_that_it_reports(worker: Any) -> No
     worker.wake_up(tags=["weights"])
     assert worker.rosemux_stage(store="store", version=3)["state"] == "running"
     worker.sleep(level=2)
-    assert worker.rosemux_weights() == {}
+    assert worker.rosemux_weights() == {"in_doubt": True}
     worker.wake_up(None)
     update(worker, 3)
     assert worker.rosemux_weights()["version"] == 3
