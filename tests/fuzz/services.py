@@ -22,7 +22,7 @@ from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import JOB_HEADER, LeaseGranted, LeaseRequest
 from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.proxy.engine_proxy import EngineProxy, ProxySettings
-from scheduler.gateway.job_switches import Switch
+from scheduler.gateway.job_switches import JobSwitch
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.runtime_events import Call, Submit
@@ -184,8 +184,8 @@ async def _gateway(_folder: Path) -> AsyncIterator[FuzzedService]:
         async def let_turns_begin() -> None:
             while True:
                 await asyncio.sleep(0.05)
-                gateway.scheduler.resume(JOB)
-                gateway.scheduler.switches.set(JOB, Switch.DEDICATED, on=True)
+                gateway.scheduler.pauses.end(JOB)
+                gateway.scheduler.switches.set(JOB, JobSwitch.DEDICATED, on=True)
 
         gateway.service.open()
         assert (await gateway.post("/update_weights", _UPDATE))[0] == 200
