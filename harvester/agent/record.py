@@ -40,7 +40,7 @@ class SlotRecord(DecisionJournal):
         self._resave_at_s = 0.0
         self._saved: tuple[object, ...] | None = None
         self._saved_at_s = self._saved_misses = 0.0
-        self.saved = False
+        self.run_saved = False
         """Whether this run of the agent is on disk: else the next one has its number."""
 
     @property
@@ -85,7 +85,7 @@ class SlotRecord(DecisionJournal):
             self._state_fault = f"state: {error.strerror or error}"
             self._resave_at_s = now + RETRY_S
         else:
-            self._state_fault, self._saved, self.saved = "", verdicts, True
+            self._state_fault, self._saved, self.run_saved = "", verdicts, True
             self._saved_at_s, self._saved_misses = now, misses
         self.log_fault()
 

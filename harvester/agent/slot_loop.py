@@ -306,7 +306,7 @@ class Slot:
     def _budget_report(self, *, leased: bool) -> BudgetReport | None:
         """None before this run is on disk: a scheduler takes lower counts of a run that it knows
         for late ones, until they exceed what that run had."""
-        if not self._record.saved:
+        if not self._record.run_saved:
             return None
         return self.policy.budget_report(
             self.config.service or self.config.model or self.name,

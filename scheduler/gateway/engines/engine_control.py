@@ -204,6 +204,7 @@ class EngineControl:
         await self._post("/finish_weight_update", {"weight_version": str(target.version)})
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
+        self._may_be_paused = False
 
     async def _end_pause(self) -> None:
         """Ends the pause of an update that was left before it wrote anything. Where the engine or
@@ -211,6 +212,7 @@ class EngineControl:
         async with self.peer.post("/resume", headers={"Connection": "close"}) as response:
             if response.status >= 500:
                 raise EngineLost(f"/resume: {response.status} {await _message(response)}")
+        self._may_be_paused = False
 
     async def adopt(self) -> tuple[EngineDescription, HeldWeights]:
         """Take the engine as it is, with the weights that it holds; nothing is loaded.
