@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from pathlib import Path
 from random import random
 from time import thread_time_ns
@@ -43,6 +44,9 @@ _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
 bounds of an agent's settings."""
 _LOOK_NS = 100_000_000
 """Interval at which the guest checks that its page still exists."""
+_STEP_PAGE_NS = 20_000_000
+"""Least time between two pages that only tell of steps: the agent looks every 100 ms, and a page
+that is written out of an engine's cold caches takes 0.1 ms."""
 _LENDING_NS = 1_000_000_000
 _FAULT_CHARACTERS = 300
 
@@ -82,11 +86,14 @@ class GuestSlot:
         self._grant_page = self._directory.grant_reader()
         self._guest_page = self._directory.guest_page()
         self._guest_page.make()
-        self._look_ns = 0
+        self._look_ns = self._published_ns = 0
         self._pulses = GrantedPulses(self._directory)
         self._pulses_read: Sequence[Reading[PulseHead]] = ()
         """Pulse pages as read for the last decision."""
         self._token_limit = token_limit
+        self._moment: ProductionMoment | None = None
+        self._moment_of: tuple[object, ...] = ()
+        """Readings that show the moment."""
         self.steps = GuestSteps()
         self.load = GuestQueue()
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
@@ -230,11 +237,16 @@ class GuestSlot:
     def aborted(self, requests: int) -> None:
         self._aborted += requests
 
+    def publish_step(self) -> None:
+        """Write the guest page after a step, unless it has been written just before."""
+        if monotonic_ns() - self._published_ns >= _STEP_PAGE_NS:
+            self.publish()
+
     def publish(self) -> None:
         """Write the guest page."""
         with self._lock:
             if not self._closed:
-                now_ns = monotonic_ns()
+                self._published_ns = now_ns = monotonic_ns()
                 if now_ns >= self._look_ns:
                     self._look_ns = now_ns + _LOOK_NS
                     self._guest_page.keep()
@@ -305,6 +317,14 @@ class GuestSlot:
     def _production(
         self, read: Sequence[Reading[PulseHead]], now_ns: int
     ) -> ProductionMoment | None:
+        # Most steps begin and end between two writes of production's pages, which come each 100 ms.
+        pages = (self._grant, *read)
+        if len(pages) != len(self._moment_of) or not all(map(is_, pages, self._moment_of)):
+            self._moment, self._moment_of = self._shown(read, now_ns), pages
+        return self._moment
+
+    def _shown(self, read: Sequence[Reading[PulseHead]], now_ns: int) -> ProductionMoment | None:
+        """The moment that readings of all pulses show."""
         grant = self._grant.record
         if grant is None:
             return None

@@ -13,7 +13,7 @@ Only steps that production left alone are learned from: the time of a step besid
 reported (`beside`), and is no part of the law, which counts how much of the accelerator a step
 takes and not how long it lasts.
 Learning runs once per step and must cost microseconds: once the law is known it is fitted for
-sixteen steps at a time, while the quantile follows every step. Touches no clock; observations come
+many steps at a time, while the quantile follows every step. Touches no clock; observations come
 with their duration.
 """
 
@@ -36,9 +36,9 @@ _LEAST_S = 1e-9
 _OVER_GAIN = 0.01
 _CALIBRATION_WINDOW = 512
 _FITTED_EACH = 50
-_FITTED_TOGETHER = 16
-"""Steps of one fit after the first `_FITTED_EACH`: a guest's step empties the caches, and a fit out
-of memory takes 0.1 ms."""
+_FITTED_TOGETHER, _FITTED_S = 64, 0.5
+"""Most steps of one fit after the first `_FITTED_EACH`, and the time in s that they take in all: a
+step empties the caches, and a fit out of memory takes 0.1 to 0.2 ms."""
 # An observation 200 ago weighs 1/e.
 _FORGETTING = 1.0 - 1.0 / 200.0
 _LEAST_INFORMATION = 1e-3
@@ -193,7 +193,8 @@ class StepTimeModel:
         step_s = max(step_s, _SHORTEST_STEP_S)
         self._points.append(x)
         self._values.append(step_s)
-        if self.samples < _FITTED_EACH or len(self._points) == _FITTED_TOGETHER:
+        together = 1 if self.samples < _FITTED_EACH else _FITTED_TOGETHER
+        if len(self._points) >= together or sum(self._values) >= _FITTED_S:
             after = self._fit.updated(before, self._points, self._values)
             self.base_s, self.decode_s, self.prefill_s, self.context_s = after
             self._points.clear()

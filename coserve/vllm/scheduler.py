@@ -206,7 +206,7 @@ class CoserveScheduler(AsyncScheduler):
                     self._prefixes.leave(request, most_blocks=most_blocks, now=self._clock.now())
             if scheduler_output.total_num_scheduled_tokens > 0:
                 self._slot.finished()
-                self._slot.publish()
+                self._slot.publish_step()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -225,7 +225,8 @@ class CoserveScheduler(AsyncScheduler):
 
     def _measure_load(self) -> None:
         load = self._slot.load
-        load.running, load.waiting = len(self.running), len(self._all_waiting())
+        load.running = len(self.running)
+        load.waiting = len(self.waiting) + len(getattr(self, "skipped_waiting", ()))
         load.kv_tokens_total = self._kv.tokens_total
         load.kv_tokens_withheld = self._kv.tokens_withheld
         load.kv_tokens_retained = self._prefixes.tokens

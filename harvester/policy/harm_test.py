@@ -29,9 +29,11 @@ _LONGEST_ODDS = 4.0
 """Natural logarithm: no slice moves the odds by more."""
 _LEAST_WEALTH = 1e-30
 _SUSPICION_HALF_LIFE_S = 1800.0
-SUSPICION, SUSPICION_OF_NEWCOMER = 10.0, 3.0
+SUSPICION, SUSPICION_OF_NEWCOMER = 30.0, 3.0
 """Times the newest bet is worth its stake when more time is withheld, to decide soon: of a guest
-that has run for long without harm, and of one that is yet to prove itself."""
+that has run for long without harm, and of one that is yet to prove itself. With one slice in twenty
+withheld, a bet on large harm comes to ten times its stake by 47 granted slices in a row, which is a
+chance of one in eleven after each withheld one; thirty times takes 67, or two quicker slices."""
 _SUSPICION_AT_RISE = 1.25 * SUSPICION
 
 
@@ -72,25 +74,37 @@ _RISE_STRICTER = 1.5
 _RISE_EVERY_S = 12 * 3600.0
 
 
-class Rise(msgspec.Struct, kw_only=True):
-    """A sum of evidence that latencies have risen (Page, "Continuous inspection schemes", 1954).
+class RiseLimit(msgspec.Struct, kw_only=True):
+    """Evidence that a rise takes, in multiples of what it takes at first: one for all tests.
 
-    Its limit rises with each rise and falls with time, so that load which comes and goes is
-    suspected a few times a day at most.
+    It rises with each suspicion and falls with time, so that load which comes and goes is suspected
+    a few times a day at most. A rise shows in one test after the other: while one is suspected, the
+    others have the limit that it had.
     """
 
-    sum: float = 0.0
-    strictness: float = 1.0
+    ratio: float = 1.0
 
-    def found(self, evidence: float, *, limit: float, slice_s: float) -> bool:
+    def at(self, *, slice_s: float, suspected: bool) -> float:
+        """The limit for a slice that has ended."""
+        self.ratio = max(1.0, self.ratio * _RISE_STRICTER ** (-slice_s / _RISE_EVERY_S))
+        return max(1.0, self.ratio / _RISE_STRICTER) if suspected else self.ratio
+
+    def suspect(self) -> None:
+        """A rise was found while none was suspected."""
+        self.ratio *= _RISE_STRICTER
+
+
+class Rise(msgspec.Struct, kw_only=True):
+    """A sum of evidence that latencies have risen (Page, "Continuous inspection schemes", 1954)."""
+
+    sum: float = 0.0
+
+    def found(self, evidence: float, *, limit: float) -> bool:
         """Fold a slice's evidence in, which is negative on average while nothing rises."""
-        relaxed = self.strictness * _RISE_STRICTER ** (-slice_s / _RISE_EVERY_S)
-        self.strictness = max(1.0, relaxed)
         self.sum = max(0.0, self.sum + evidence)
-        if self.sum < limit * self.strictness:
+        if self.sum < limit:
             return False
         self.sum = 0.0
-        self.strictness *= _RISE_STRICTER
         return True
 
 
@@ -119,31 +133,33 @@ class QuantileTest(msgspec.Struct, kw_only=True):
     """Variance of such logarithms around `level`."""
     rise: Rise = msgspec.field(default_factory=Rise)
 
-    def observe(self, quantile_s: float, *, withheld: bool, share: float, slice_s: float) -> None:
+    def observe(
+        self, quantile_s: float, *, withheld: bool, share: float, slice_s: float, rise_limit: float
+    ) -> bool:
+        """Whether the slice shows a rise."""
         value = math.log(quantile_s)
         if self.level is None:
             self.level = value
-            return
+            return False
         for shift, wealth in zip(SHIFTS, self.wealths, strict=True):
             log_odds = shift * (self.level - shift / 2 - value) / self.variance
             wealth.bet(log_odds, withheld=withheld, share=share, slice_s=slice_s)
-        if not withheld:
-            self._follow(value, slice_s=slice_s)
+        return not withheld and self._follow(value, self.level, rise_limit=rise_limit)
 
-    def _follow(self, value: float, *, slice_s: float) -> None:
-        assert self.level is not None
-        error, spread = value - self.level, math.sqrt(self.variance)
+    def _follow(self, value: float, level: float, *, rise_limit: float) -> bool:
+        error, spread = value - level, math.sqrt(self.variance)
         evidence = min(error / max(spread, _LEAST_RISE / 2), _OUTLIER) - _RISE_BEYOND
-        if self.rise.found(evidence, limit=_RISE_SUM, slice_s=slice_s):
+        if risen := self.rise.found(evidence, limit=rise_limit * _RISE_SUM):
             self.level = value
             for wealth in self.wealths:
                 wealth.suspect()
         else:
-            self.level += _LEVEL_GAIN * error
+            self.level = level + _LEVEL_GAIN * error
         # One jump of the level must not blind the test for an hour.
         squared = min(error * error, _OUTLIER**2 * self.variance)
         self.variance += _VARIANCE_GAIN * (squared - self.variance)
         self.variance = max(_LEAST_VARIANCE, self.variance)
+        return risen
 
 
 THRESHOLD_BETS = (1.0, 2.0), (3.0, 3.0), (10.0, 10.0)
@@ -181,8 +197,16 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
     rise: Rise = msgspec.field(default_factory=Rise)
 
     def observe(
-        self, *, requests: float, above: float, withheld: bool, share: float, slice_s: float
-    ) -> None:
+        self,
+        *,
+        requests: float,
+        above: float,
+        withheld: bool,
+        share: float,
+        slice_s: float,
+        rise_limit: float,
+    ) -> bool:
+        """Whether the slice shows a rise."""
         rate = (self.past.above + 1.0) / (self.past.requests + _PRIOR_REQUESTS)
         for (rise, ratio), wealth in zip(THRESHOLD_BETS, self.wealths, strict=True):
             high = min(_MOST_RATE, max(_LEAST_RATE, rise * rate))
@@ -190,6 +214,7 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
             log_odds = above * math.log(low / high)
             log_odds += (requests - above) * math.log((1 - low) / (1 - high))
             wealth.bet(log_odds / self.dispersion, withheld=withheld, share=share, slice_s=slice_s)
+        risen = False
         if not withheld and self.past.above > _DISPERSION_EVENTS:
             expected = requests * max(rate, self.newer_rate)
             spread = (above - expected) ** 2 / expected
@@ -197,7 +222,8 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
             self.dispersion = max(1.0, self.dispersion)
             self.newer_rate += _NEWER_GAIN * (above / requests - self.newer_rate)
             log_odds = (above * math.log(2.0) - requests * rate) / self.dispersion
-            if self.rise.found(log_odds, limit=_RISE_LOG_ODDS, slice_s=slice_s):
+            if risen := self.rise.found(log_odds, limit=rise_limit * _RISE_LOG_ODDS):
                 for wealth in self.wealths:
                     wealth.suspect()
         self.past.add(requests=requests, above=above)
+        return risen

@@ -104,6 +104,26 @@ def test_the_guest_page_shows_the_guest_s_work(slot: Slot, guest: GuestSlot) -> 
     assert page.decide_s_mean > 0.0
 
 
+def test_short_steps_share_a_page_and_none_is_left_untold(slot: Slot, guest: GuestSlot) -> None:
+    def step() -> None:
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.finished()
+        guest.publish_step()
+
+    slot.grant()
+    guest.decide()
+    guest.publish()
+    began_ns, steps, written = monotonic_ns(), 0, set[int]()
+    while monotonic_ns() - began_ns < 200_000_000:
+        step()
+        steps += 1
+        written.add(slot.guest().steps_finished)
+    pages_most = (monotonic_ns() - began_ns) / 20_000_000 + 2
+    assert 2 <= len(written) <= pages_most < steps
+    guest.publish()
+    assert slot.guest().steps_finished == steps
+
+
 def test_learns_from_steps_beside_idle_production_only(slot: Slot, guest: GuestSlot) -> None:
     def step() -> None:
         guest.decide()

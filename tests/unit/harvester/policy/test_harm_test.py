@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from harvester.policy.harm_test import HORIZON_S, SUSPICION, BetWealth, QuantileTest, ThresholdTest
+from harvester.policy.harm_test import (
+    HORIZON_S,
+    SUSPICION,
+    BetWealth,
+    QuantileTest,
+    RiseLimit,
+    ThresholdTest,
+)
 
 RUNS = 400
 
@@ -50,25 +57,40 @@ def test_the_stakes_of_a_horizon_are_one_whatever_is_suspected() -> None:
 def test_a_rise_of_the_median_is_suspected_once() -> None:
     test = QuantileTest()
     for median_s in [0.100, 0.101, 0.099] * 50:
-        test.observe(median_s, withheld=False, share=0.05, slice_s=2.0)
+        test.observe(median_s, withheld=False, share=0.05, slice_s=2.0, rise_limit=1.0)
     calm = test.wealths[0].reserve
     for _ in range(2):
-        test.observe(0.15, withheld=False, share=0.05, slice_s=2.0)
+        test.observe(0.15, withheld=False, share=0.05, slice_s=2.0, rise_limit=1.0)
     risen = test.wealths[0].reserve
     assert risen < 0.96 * calm
     assert test.wealths[0].newest > SUSPICION
-    test.observe(0.15, withheld=False, share=0.05, slice_s=2.0)
+    test.observe(0.15, withheld=False, share=0.05, slice_s=2.0, rise_limit=1.0)
     assert test.wealths[0].reserve >= risen
+
+
+def test_each_suspicion_makes_the_next_rise_harder_to_believe_and_time_easier() -> None:
+    limit, hour_s = RiseLimit(), 3600.0
+    assert limit.at(slice_s=2.0, suspected=False) == 1.0
+    limit.suspect()
+    raised = limit.at(slice_s=2.0, suspected=False)
+    assert raised == pytest.approx(1.5, rel=1e-3)
+    assert limit.at(slice_s=2.0, suspected=True) == 1.0, "the tests that rise next rise as easily"
+    assert 1.0 < limit.at(slice_s=6 * hour_s, suspected=False) < raised
+    assert limit.at(slice_s=24 * hour_s, suspected=False) == 1.0
 
 
 def test_more_requests_above_the_threshold_are_suspected() -> None:
     test = ThresholdTest()
     for number in range(1000):
         above = float(number % 20 == 0)
-        test.observe(requests=30, above=above, withheld=False, share=0.05, slice_s=6.0)
+        test.observe(
+            requests=30, above=above, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
+        )
     assert all(wealth.newest < SUSPICION for wealth in test.wealths)
     for _ in range(30):
-        test.observe(requests=30, above=1.0, withheld=False, share=0.05, slice_s=6.0)
+        test.observe(
+            requests=30, above=1.0, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
+        )
     assert all(wealth.newest > SUSPICION for wealth in test.wealths)
 
 
@@ -78,7 +100,9 @@ def test_lasting_harm_is_no_dispersion() -> None:
     def serve(rate: float, slices: int) -> None:
         for _ in range(slices):
             above = float(sum(rng.random() < rate for _ in range(30)))
-            test.observe(requests=30, above=above, withheld=False, share=0.05, slice_s=6.0)
+            test.observe(
+                requests=30, above=above, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
+            )
 
     serve(0.001, 1000)
     serve(0.01, 300)

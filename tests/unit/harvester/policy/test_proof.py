@@ -141,6 +141,25 @@ def test_load_that_changes_from_slice_to_slice_is_no_harm() -> None:
     assert serve(make(), granted=loaded, alone=loaded, minutes=240) is None
 
 
+def test_load_that_comes_and_goes_is_seldom_suspected() -> None:
+    suspected = []
+    for seed in range(8):
+        loads, proof = random.Random(seed), make(ProofSettings(proving_s=0.0, seed=seed))
+        level = 1.0
+
+        def swinging(rng: random.Random, loads: random.Random = loads) -> float:
+            nonlocal level
+            level = level**0.995 * loads.lognormvariate(0.0, 0.05)
+            return 0.1 * level * rng.lognormvariate(0.0, 0.3)
+
+        for minute in range(120):
+            begun_s = 1000.0 + 60.0 * minute
+            serve(proof, granted=swinging, alone=swinging, minutes=1, seed=minute, begun_s=begun_s)
+            if minute >= 30:
+                suspected.append(proof.withheld_share >= 0.5)
+    assert sum(suspected) < 0.13 * len(suspected)
+
+
 def test_a_slice_has_a_length_whenever_it_begins() -> None:
     proof = make(ProofSettings(slice_s=0.1, proving_s=0.0))
     for beat in range(1, 10_000):
