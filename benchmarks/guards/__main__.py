@@ -16,21 +16,27 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.guards.services import SERVICES
+from benchmarks.guards.services import SERVICES, Service
 from benchmarks.guards.simulated_slot import run
+from benchmarks.guards.traced_engine import TracedService, traced_services
 from benchmarks.testbed.kept_result import kept_result
 from benchmarks.testbed.reporting import report
+from benchmarks.testbed.trace import read_trace
+
+Named = dict[str, Service | TracedService]
 
 
-def _run_named(directory: Path | None, task: tuple[str, int]) -> dict[str, Any]:
-    name, seed = task
+def _run_named(
+    directory: Path | None, task: tuple[str, Service | TracedService, int]
+) -> dict[str, Any]:
+    name, service, seed = task
     file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{seed}.json"
     path = None if directory is None else directory / file
-    return kept_result(path, lambda: run(SERVICES[name], seed), dict[str, Any])
+    return kept_result(path, lambda: run(service, seed), dict[str, Any])
 
 
-def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    return {name: _summary(each, harmful=SERVICES[name].harmful) for name, each in runs.items()}
+def summary(services: Named, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {name: _summary(each, harmful=services[name].harmful) for name, each in runs.items()}
 
 
 def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]:
@@ -47,6 +53,10 @@ def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]
         return found | {
             "days": days,
             "halvings_a_day": sum(one["halvings"] for one in runs) / days,
+            "withheld_hours": [
+                round(statistics.mean(hour), 3)
+                for hour in zip(*[one["withheld_hours"] for one in runs], strict=True)
+            ],
             "tokens_lost_share": statistics.mean(one["tokens_lost_share"] for one in runs),
         }
     # A run that found nothing counts as longer than any.
@@ -67,20 +77,26 @@ def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", default=[], help="traces that simulated engines serve too"
+    )
     parser.add_argument("--only", help="services whose name has this text")
     parser.add_argument("--runs", type=int, help="of each service, instead of its own number")
     parser.add_argument("--resume", type=Path, help="directory of runs that are kept")
     parser.add_argument("--workers", type=int, help="processes side by side, one a core by default")
     arguments = parser.parse_args()
+    services: Named = dict(SERVICES)
+    for path in arguments.trace:
+        services |= traced_services(read_trace(path))
     # The first run of each service first: a piece then tells of all of them.
     tasks = sorted(
         (
-            (name, seed)
-            for name, service in SERVICES.items()
+            (name, service, seed)
+            for name, service in services.items()
             if not arguments.only or arguments.only in name
             for seed in range(arguments.runs or service.runs)
         ),
-        key=itemgetter(1),
+        key=itemgetter(2),
     )
     if not tasks:
         parser.error(f"--only: no service has {arguments.only!r} in its name")
@@ -93,15 +109,18 @@ def main() -> None:
 
 
 def measured(
-    tasks: list[tuple[str, int]], resume: Path | None, workers: int | None
+    tasks: list[tuple[str, Service | TracedService, int]],
+    resume: Path | None,
+    workers: int | None,
 ) -> dict[str, Any]:
     """`resume`: directory of runs of earlier pieces of the same code, which gets the others."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tasks}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in tasks}
     with ProcessPoolExecutor(workers) as executor:
         found = executor.map(partial(_run_named, resume), tasks)
-        for (name, _), one in zip(tasks, found, strict=True):
+        for (name, _, _), one in zip(tasks, found, strict=True):
             runs[name].append(one)
-    return {"summary": summary(runs), "runs": runs}
+    services = {name: service for name, service, _ in tasks}
+    return {"summary": summary(services, runs), "runs": runs}
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from typing import Literal
 
 import msgspec
 
+from harvester.contracts.isolation import (
+    IDLE_GROUP_PREEMPTION_S,
+    PREEMPTION_S,
+    IsolationBackend,
+)
 from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading, MpsReading
 from harvester.policy.settings import AUTO, SlotSettings
 from harvester.policy.states import Condition
 
-_NO_ISOLATION = "none"
 _HELD_BY_LAW = "no_slack", "resting"
 _LAW_WINDOW_S = 60.0
 
@@ -108,13 +112,20 @@ class GuestWatch:
         "none" or does not hold, even against a configured ratio, which was measured under
         isolation. A guest that reports no isolation may be isolated from outside."""
         state = self.state
-        if state.isolation_fault or state.isolation == _NO_ISOLATION:
+        if state.isolation_fault or state.isolation == IsolationBackend.NONE:
             return 1.0
         if configured != AUTO:
             return configured
         # A guest starved of its page's beat runs no step; it reports again when it steps.
         gone = reading.record is None and self.away(now=now) and not reading.runs_below_production
         return 1.0 if gone else state.blocking_ratio
+
+    def preemption_s(self, configured: float | Literal["auto"]) -> float:
+        """Cost to production of a running guest step beside that share, in s."""
+        if configured != AUTO:
+            return configured
+        grouped = self.state.isolation == IsolationBackend.IDLE_GROUP
+        return IDLE_GROUP_PREEMPTION_S if grouped else PREEMPTION_S
 
     def granted(self, *, now: float) -> None:
         """Record that this beat's grant is open."""

@@ -187,9 +187,9 @@ class SlotSettings:
     """Share of a running guest step that can delay production. `auto` takes the share that the
     guest's isolation promises while it is seen to hold, else 1; a number is an operator's
     measurement."""
-    preemption_s: float = 5e-4
+    preemption_s: float | Literal["auto"] = AUTO
     """Cost to production of a running guest step beside that share, however short the step is.
-    Measured on CPUs (well under a millisecond); on a GPU by `benchmarks.gpu_slot`."""
+    `auto`: 0.1 ms in an idle group, else 0.5 ms; on a GPU `benchmarks.gpu_slot` measures it."""
     model_samples_min: int = 64
     """Steps behind production's model before it is used."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)

@@ -461,6 +461,6 @@ class SlotPolicy:
             or (memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now)),
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
-            preemption_s=settings.preemption_s,
+            preemption_s=self.guest.preemption_s(settings.preemption_s),
             held=sample.stop is not None,
         )

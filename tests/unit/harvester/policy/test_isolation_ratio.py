@@ -38,6 +38,23 @@ def test_an_isolation_that_does_not_hold_makes_a_step_count_whole(
     assert ratio(FALLEN, blocking_ratio=configured) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("isolation", "configured", "expected_s"),
+    [
+        ("idle-group", "auto", 1e-4),
+        ("idle", "auto", 5e-4),
+        ("mps", "auto", 5e-4),
+        ("mps", 2e-3, 2e-3),
+    ],
+)
+def test_the_cost_of_a_preemption_is_that_of_the_isolation(
+    make_scene: Any, grant_in: Any, isolation: str, configured: float | str, expected_s: float
+) -> None:
+    scene = make_scene(preemption_s=configured)
+    scene.guest = Guest(isolation=isolation, blocking_ratio=0.02)
+    assert grant_in(scene.beat()).preemption_s == expected_s
+
+
 def test_a_number_of_the_operator_s_stands_where_nothing_has_fallen(ratio: Any) -> None:
     assert ratio(ISOLATED, blocking_ratio=0.3) == 0.3
     assert ratio(Guest(), blocking_ratio=0.3) == 0.3, "who says nothing may be isolated by others"
