@@ -15,7 +15,7 @@ class IsolationBackend(StrEnum):
 
 IDLE_GROUP_PREEMPTION_S, PREEMPTION_S = 1e-4, 5e-4
 """Cost of a running guest step to production that preempts it, however short the step: in an idle
-group, where `benchmarks.preemption` finds 0.02 ms at P99 and 0.09 ms behind a system call; and
+group, where `benchmarks.preemption` finds 0.01 ms in the mean and less than 0.1 ms at P99; and
 elsewhere, where nothing is measured or idle threads have turns of their own."""
 
 PREEMPTING = frozenset({IsolationBackend.IDLE_GROUP, IsolationBackend.IDLE})
