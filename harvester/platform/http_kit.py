@@ -89,11 +89,15 @@ def error_reply(
 
 
 def errors_as_replies(
-    own: Mapping[type[Exception], int | None] | None = None, *, try_later: Collection[int] = ()
+    own: Mapping[type[Exception], int | None] | None = None,
+    *,
+    try_later: Collection[int] = (),
+    final: tuple[type[Exception], ...] = (),
 ) -> Middleware:
     """Replies to errors with `STATUSES` and a service's `own`, the closest base class first.
 
-    None stands for the error's own `status`. Replies of a `try_later` status say when to retry.
+    None stands for the error's own `status`. Replies of a `try_later` status say when to retry, but
+    for `final` errors, which a retry does not change.
     """
     statuses = {**STATUSES, **(own or {})}
     caught = tuple(statuses)
@@ -108,8 +112,8 @@ def errors_as_replies(
             # An error of the operating system names paths of this machine.
             hidden = isinstance(error, OSError) and len(error.args) != 1
             message = "no such file" if hidden else str(error)
-            headers = RETRY_AFTER if status in try_later else None
-            return error_reply(status, message, headers=headers)
+            later = status in try_later and not isinstance(error, final)
+            return error_reply(status, message, headers=RETRY_AFTER if later else None)
 
     return middleware
 
@@ -218,6 +222,7 @@ async def posted(
     headers: dict[str, str],
     timeout_s: float,
     passing: Collection[int] = PASSING,
+    on_repeat: Callable[[str], None] = lambda _why: None,
 ) -> bytes:
     """The reply's body. Repeats what may pass by itself: `passing` statuses, no connection.
 
@@ -242,6 +247,7 @@ async def posted(
         wait_s = backoff.wait_s(retry_after_s=pause_s)
         if wait_s is None:
             raise backoff.exhausted(f"{what}: {problem}")
+        on_repeat(str(problem))
         await asyncio.sleep(wait_s)
 
 

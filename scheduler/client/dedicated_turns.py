@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
@@ -86,7 +86,7 @@ class DedicatedTurns:
         except RequestRefused as error:
             if not turn.token_ids:
                 turn.refuse()
-                raise PeerProtocolError(f"{engine}: {error}") from error
+                raise ConfigError(f"{engine}: {error}") from error
             turn.fail(str(error))
         except (EngineLost, EngineBusy, RequestFailed, Stale, TimeoutError) as error:
             wait_s = max(wait_s, getattr(error, "retry_after_s", 0.0))
