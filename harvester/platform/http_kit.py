@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import (
     UNDECODABLE,
     Exhausted,
@@ -284,7 +285,7 @@ class _WithoutSentLines(logging.Filter):
             error = error.__cause__ or error.__context__
         if error is None:
             return True
-        if not self._limit.admits(now=record.created):
+        if not self._limit.admits(now=MonotonicClock().now()):
             return False
         before = self._limit.taken()
         summary = f"{record.getMessage()}: malformed ({type(error).__name__}); {before} before it"
