@@ -161,7 +161,7 @@ class DedicatedTurns:
         self, turn: Turn, attempt: Attempt, adopted: _Adopted, on_tokens: Callable[[], None]
     ) -> None:
         loop, name = asyncio.get_running_loop(), f"{turn.request.request_id}.direct"
-        priority = turn.request.priority
+        priority, before = turn.request.priority, len(turn.token_ids)
         async with asyncio.timeout(_STALL_S) as stall:
             choices = adopted.client.generate(
                 attempt, request_id=name, epoch=None, priority=priority
@@ -170,7 +170,7 @@ class DedicatedTurns:
                 async for choice in choices:
                     if not stall.expired():
                         stall.reschedule(loop.time() + _STALL_S)
-                    check_finish(choice)
+                    check_finish(choice, tokens_before=len(turn.token_ids) - before)
                     if accepted(turn, attempt, choice, adopted.vocabulary_tokens):
                         on_tokens()
                     if choice.finish_reason == "length" and turn.remaining_tokens > 0:

@@ -243,7 +243,7 @@ class AttemptRunner:
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
-                check_finish(choice)
+                check_finish(choice, tokens_before=running.tokens)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
                         self._blame.first_tokens.note(running.chunk_at_s - running.began_s)

@@ -9,7 +9,6 @@ its clients get them.
 """
 
 import asyncio
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -200,7 +199,7 @@ class JobTurns:
         self._other_run = why
         with suppress(sqlite3.Error):  # The process refuses them without it.
             self._state.refuse_turns(self._job, why)
-        self._answered.expire(now=math.inf)  # The new run may give its requests the same names.
+        self._answered.forget(self._job)  # The new run may give its requests the same names.
         await self.abort(fault=why)
 
     def begin_run(self) -> None:
@@ -322,6 +321,7 @@ class JobTurns:
 
     async def _cancel(self, held: _Open) -> None:
         assert held.task is not None
+        held.abandoned = True  # Its own client may come back meanwhile, and must not join it.
         if held.forget is not None:
             held.forget.cancel()
         held.task.cancel()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from harvester.contracts.ids import TenantId
+from harvester.contracts.ids import JobId, TenantId
 from harvester.contracts.wire.rollouts import GenerateRequest
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import Turn, turn_key
 
 _ID_BYTES = 40
 """Memory of a token id in a tuple, in bytes."""
@@ -121,6 +121,12 @@ class AnsweredTurns:
                 if answer.until_s <= now:
                     due.append(request)
             for request in due:
+                self._drop(tenant, request)
+
+    def forget(self, job: JobId) -> None:
+        """Drops the job's answers, and no other's."""
+        for tenant, shelf in tuple(self._shelves.items()):
+            for request in [each for each in shelf.answers if each.startswith(turn_key(job, ""))]:
                 self._drop(tenant, request)
 
     def _evict(self, tenant: TenantId) -> None:
