@@ -168,7 +168,7 @@ class DedicatedTurns:
             )
             async with aclosing(choices):
                 async for choice in choices:
-                    if not stall.expired():
+                    if choice.token_ids and not stall.expired():
                         stall.reschedule(loop.time() + _STALL_S)
                     check_finish(choice, tokens_before=len(turn.token_ids) - before)
                     if accepted(turn, attempt, choice, adopted.vocabulary_tokens):

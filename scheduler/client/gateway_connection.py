@@ -10,7 +10,13 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    ConfigError,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
 from harvester.contracts.ids import JobId, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.platform.backoff import Backoff, RetryLimits
@@ -97,7 +103,9 @@ class GatewayConnection:
 
 def owned(refusal: HttpRefusal, *, wrong: Collection[int] = WRONG_CALL) -> RoseMuxError:
     """The refusal as the error of the side that has to change something: the caller, or else the
-    gateway."""
+    gateway. Stale for a version that is gone."""
+    if refusal.status == 410:
+        return Stale(str(refusal))
     return ConfigError(str(refusal)) if refusal.status in wrong else refusal
 
 

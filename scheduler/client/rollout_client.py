@@ -167,8 +167,9 @@ class AsyncRolloutClient:
 
         `token_ids` and numbers may be NumPy's or PyTorch's. An `abort` keeps the tokens so far;
         another turn goes on from them. Raises ConfigError with the field and its value for a
-        request that is wrong, PeerProtocolError for one that is refused for another reason,
-        Exhausted where the retries end before the first token.
+        request that is wrong, Stale where no engine serves its older version any more,
+        PeerProtocolError for one that is refused for another reason, Exhausted where the retries
+        end before the first token.
         """
         turn = self._opened(token_ids, sampling, options)
         await self._serve(turn, lambda: None)

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from aiohttp import web
 
 from harvester.contracts.clock import wall_seconds
 from tests.integration.fake_engine import FakeEngine
@@ -64,6 +65,25 @@ async def test_turns_that_wait_and_answers_that_are_kept_do_not_read_the_wall_cl
                 assert (await turn)[1]["token_ids"] == continued(PROMPT, 5, version=0)
             await gateway.publish(1)
             assert (await pinned)[1]["token_ids"] == continued(PROMPT, 5, version=1)
+
+
+class ChattyEngine(FakeEngine):
+    """Sends chunks, and no token."""
+
+    async def _stream(self, response: web.StreamResponse, *_: object) -> None:
+        while True:
+            await response.write(b'data: {"choices": [{"index": 0, "token_ids": []}]}\n\n')
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_sends_chunks_without_a_token_is_silent() -> None:
+    """Its turns would wait there for ever, beside an engine that serves."""
+    engines = [ChattyEngine(step_s=0.001, epoch=None), FakeEngine(step_s=0.001, epoch=None)]
+    async with gateway_on(*engines, timeouts={"stall_s": STALL_S}) as gateway, asyncio.timeout(30):
+        for status, choice in await asyncio.gather(
+            *(gateway.generate(f"t{n}", 20) for n in range(4))
+        ):
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=0))
 
 
 async def test_turns_leave_a_hung_engine_for_the_places_that_there_are() -> None:

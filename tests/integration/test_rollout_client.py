@@ -112,6 +112,10 @@ async def test_a_call_that_the_gateway_refuses_as_wrong_is_the_callers_error(
         await client.generate(PROMPT, sampling(1))
         with pytest.raises(ConfigError, match="400: token_ids: ids lie between 0 and 255, not 300"):
             await client.generate([4, 300, 5], sampling(1))
+        for version in (1, 2):
+            await client.announce(version, "job.store")
+        with pytest.raises(Stale, match="version 1 is served nowhere"):
+            await client.generate(PROMPT, sampling(1), weight_version=1)
     async with AsyncRolloutClient(service.url, "nojob") as client:
         with pytest.raises(ConfigError, match="400: job nojob is not configured"):
             await client.announce(1, "job.store")
