@@ -58,13 +58,7 @@ def request_of(
         "weight_version": {"exact": pin} if isinstance(pin, int) else pin,
         "sampling_params": dict(sampling) if isinstance(sampling, Mapping) else sampling,
     }
-    encoded = {"token_ids": msgspec.Raw(_encoded_ids(token_ids))}
-    for name, value in given.items():
-        try:
-            encoded[name] = msgspec.Raw(_ENCODER.encode(value).encode())
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{name}: {error}; given: {_shown(value)}") from error
-    body = msgspec.json.encode(encoded)
+    body = msgspec.json.encode({"token_ids": _encoded_ids(token_ids), **_encoded(given)})
     try:
         # The gateway's own check.
         request = decode_generate(body)
@@ -91,10 +85,7 @@ def trajectory_of(given: object) -> TrajectoryId:
 
 def announcement_of(**given: Any) -> AnnouncedVersion:
     """Raises ConfigError with the field and its value."""
-    try:
-        body = msgspec.json.encode(given, enc_hook=_python_value)
-    except TypeError as error:
-        raise ConfigError(f"announce: {error}; given: {_shown(given)}") from error
+    body = msgspec.json.encode(_encoded(given))
     try:
         announced = msgspec.json.decode(body, type=AnnouncedVersion)
     except UNDECODABLE as error:
@@ -103,13 +94,23 @@ def announcement_of(**given: Any) -> AnnouncedVersion:
     return announced
 
 
-def _encoded_ids(given: object) -> bytes:
+def _encoded(given: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+    encoded = {}
+    for name, value in given.items():
+        try:
+            encoded[name] = msgspec.Raw(_ENCODER.encode(value).encode())
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}: {error}; given: {_shown(value)}") from error
+    return encoded
+
+
+def _encoded_ids(given: object) -> msgspec.Raw:
     """Sequences of integers; arrays and integers of NumPy and PyTorch too."""
     ids = _plain(given)
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping | Set):
         raise ConfigError(f"token_ids: give a sequence of token ids, not {_shown(given)}")
     try:
-        return msgspec.json.encode(tuple(ids), enc_hook=_python_value)
+        return msgspec.Raw(msgspec.json.encode(tuple(ids), enc_hook=_python_value))
     except (TypeError, *UNDECODABLE) as error:
         raise ConfigError(f"token_ids: {error}; given: {_shown(given)}") from error
 

@@ -144,8 +144,11 @@ class JobTurns:
         if self._other_run and (part_of is None or part_of.aborted is None):
             reason = self._other_run
             raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
+        part_of = part_of or ClientRequest(request.request_id, trajectory)
         while (held := self._open.get(request.request_id)) is not None:
-            if not held.abandoned and _is_for(held.turn, request, trajectory):
+            # `g.0` may be a request of its own, and the first sample of `g`.
+            same = held.part_of.request == part_of.request
+            if same and not held.abandoned and _is_for(held.turn, request, trajectory):
                 break
             if held.clients:
                 raise IdInUse(
@@ -154,8 +157,10 @@ class JobTurns:
                 )
             await self._cancel(held)
         now = self._clock.now()
-        if held is None and (turn := self._answered.find(key, now=now)) is not None:
-            if not _is_for(turn, request, trajectory):
+        if held is None and (found := self._answered.find(key, now=now)) is not None:
+            turn, name = found
+            same = name == turn_key(self._job, part_of.request)
+            if not (same and _is_for(turn, request, trajectory)):
                 raise IdInUse(
                     f"request_id {request.request_id!r} was answered with another body; use a new "
                     "id"
@@ -167,7 +172,6 @@ class JobTurns:
             return turn, None
         if held is None:
             self._metrics.trajectory_began(self._job, trajectory)
-            part_of = part_of or ClientRequest(request.request_id, trajectory)
             held = self._begin(request, trajectory, part_of)
         return await self._follow(held, on_turn)
 

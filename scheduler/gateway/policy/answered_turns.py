@@ -97,13 +97,13 @@ class AnsweredTurns:
             shelf.answers[request].until_s = now + self._bounds.keep_s
             shelf.answers.move_to_end(request)
 
-    def find(self, turn: str, *, now: float) -> Turn | None:
-        """The answered turn with this key, for whichever request."""
+    def find(self, turn: str, *, now: float) -> tuple[Turn, str] | None:
+        """The answered turn with this key, and the request that it is a part of."""
         self.expire(now=now)
         if turn not in self._requests:
             return None
         tenant, request = self._requests[turn]
-        return self._shelves[tenant].answers[request].turns[turn]
+        return self._shelves[tenant].answers[request].turns[turn], request
 
     def given_again(self, turn: str, *, now: float) -> None:
         """Extends the time for which the turn found is kept."""

@@ -130,7 +130,7 @@ def test_values_none_and_an_empty_name_stand_for_the_default() -> None:
         ({"version": 0}, "version`; given: 0"),
         ({"store": 5}, "store`; given: 5"),
         ({"store": "a/b"}, "store 'a/b': use 1 to 64 letters"),
-        ({"state_hash": object()}, "announce: object is no JSON value"),
+        ({"state_hash": object()}, "state_hash: object is no JSON value"),
     ],
 )
 def test_a_value_that_is_no_announcement_is_named(given: Any, why: str) -> None:
