@@ -32,7 +32,7 @@ def test_gives_the_same_tokens_however_the_bytes_are_cut(tokens, cuts) -> None:
 
 
 @pytest.mark.parametrize("before", [b": ping\n", b": ping - 1\r\n\r\n", b":\n:\n", b"\n"])
-def test_what_a_proxy_puts_before_an_event_costs_no_token(before: bytes) -> None:
+def test_a_comment_that_a_proxy_puts_before_an_event_costs_no_token(before: bytes) -> None:
     """A token that is missing in the middle of an output shows nowhere."""
     raw = _event(1) + before + _event(2) + _event(3).replace(b"data: ", b"data:")
     assert [chunk.choices[0].token_ids for chunk in EventStream().feed(raw)] == [[1], [2], [3]]
