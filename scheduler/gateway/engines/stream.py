@@ -193,7 +193,8 @@ class EventStream:
         # Copies once instead of twice: an event may have 64 MB.
         whole, self._left = bytes(memoryview(self._left)[:end]), self._left[end + 2 :]
         for event in whole.split(b"\n\n"):
-            if not (payload := _payload(event)):
+            usual = event.startswith(b"data: ")
+            if not (payload := memoryview(event)[6:] if usual else _past_comments(event)):
                 continue
             if payload == DONE:
                 self.done = True
@@ -207,10 +208,8 @@ class EventStream:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
 
 
-def _payload(event: bytes) -> memoryview:
+def _past_comments(event: bytes) -> memoryview:
     """An event's data; none of one that has comments alone, as a proxy's pings are."""
-    if event.startswith(b"data: "):
-        return memoryview(event)[6:]
     lines = [each for each in event.splitlines() if each and each[:1] != b":"]
     if len(lines) > 1 or any(not each.startswith(b"data:") for each in lines):
         # Its tokens would be left out without a trace.
