@@ -90,15 +90,12 @@ def error_reply(
 
 
 def errors_as_replies(
-    own: Mapping[type[Exception], int | None] | None = None,
-    *,
-    try_later: Collection[int] = (),
-    final: tuple[type[Exception], ...] = (),
+    own: Mapping[type[Exception], int | None] | None = None, *, try_later: Collection[int] = ()
 ) -> Middleware:
     """Replies to errors with `STATUSES` and a service's `own`, the closest base class first.
 
-    None stands for the error's own `status`. Replies of a `try_later` status say when to retry, but
-    for `final` errors, which a retry does not change.
+    None stands for the error's own `status`. Replies of a `try_later` status say when to retry,
+    unless the error `is_final`.
     """
     statuses = {**STATUSES, **(own or {})}
     caught = tuple(statuses)
@@ -113,7 +110,7 @@ def errors_as_replies(
             # An error of the operating system names paths of this machine.
             hidden = isinstance(error, OSError) and len(error.args) != 1
             message = "no such file" if hidden else str(error)
-            later = status in try_later and not isinstance(error, final)
+            later = status in try_later and not getattr(error, "is_final", False)
             return error_reply(status, message, headers=RETRY_AFTER if later else None)
 
     return middleware

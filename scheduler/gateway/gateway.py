@@ -149,7 +149,7 @@ class Gateway:
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
-                errors_as_replies(_STATUSES, try_later=RETRIED, final=(IdInUse,)),
+                errors_as_replies(_STATUSES, try_later=RETRIED),
                 self._bound_bodies,
             ],
             client_max_size=settings.max_body_bytes,

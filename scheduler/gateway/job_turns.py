@@ -53,6 +53,8 @@ class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
     """Another request is being served, or was answered a moment ago, under this id."""
 
+    is_final = True
+
 
 @dataclass(slots=True)
 class ClientRequest:

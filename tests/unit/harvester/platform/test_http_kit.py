@@ -59,6 +59,14 @@ class TeapotError(RoseMuxError):
     status = 418
 
 
+async def test_an_error_that_no_retry_changes_says_no_time_for_one() -> None:
+    class Taken(Stale):
+        is_final = True
+
+    for error, later in ((Stale("old"), "1"), (Taken("taken"), None)):
+        assert (await _reply(error, try_later=(409,)))[2] == later
+
+
 def test_a_wall_clock_that_is_set_back_silences_no_line_of_malformed_requests() -> None:
     lines = http_kit._WithoutSentLines()
     fault = HttpProcessingError(message="bad")
