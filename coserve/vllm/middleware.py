@@ -34,6 +34,9 @@ _PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
 _ROUTES = frozenset(
     ("/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score")
 )
+_STEPLESS = ("_lora_adapter", "/cancel", "/render", "/derender")
+"""Ends of control and text routes beside them: an adapter that loads for seconds is no request that
+waits for its first token."""
 _OUTLIVING = "/v1/responses"
 """A path whose reply may end long before its request does: `"background": true`."""
 _POLICY_VIOLATION = 1008
@@ -41,6 +44,11 @@ _POLICY_VIOLATION = 1008
 
 def is_inference(scope: Scope) -> bool:
     """Whether this is a request that makes the engine step, or a WebSocket that carries them."""
+    return is_fenced(scope) and not _path(scope).endswith(_STEPLESS)
+
+
+def is_fenced(scope: Scope) -> bool:
+    """Whether a guest serves it only under its lease: it steps, or has a lease's work to do."""
     kind = scope["type"]
     if kind != "websocket" and (kind != "http" or scope["method"] != "POST"):
         return False
@@ -143,7 +151,7 @@ class EpochMiddleware:
         self._watcher: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._grant is None or not is_inference(scope):
+        if self._grant is None or not is_fenced(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import NewType
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import PeerProtocolError, RoseMuxError
 
 JobId = NewType("JobId", str)
 TenantId = NewType("TenantId", str)
@@ -36,14 +36,14 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def checked_name(name: str, *, what: str) -> str:
+def checked_name(name: str, *, what: str, error: type[RoseMuxError] = PeerProtocolError) -> str:
     """`name`, if it is 1 to 64 letters, digits, `_`, `.` or `-` and starts with a letter or digit.
 
-    Raises PeerProtocolError otherwise, naming `what` it was meant to be.
+    Raises `error` otherwise, naming `what` it was meant to be: ConfigError for a caller's argument.
     """
-    if not is_name(name):
-        shown = name if len(name) <= 80 else name[:77] + "..."
-        raise PeerProtocolError(f"{what} {shown!r}: {NAME_RULE}")
+    if not isinstance(name, str) or not is_name(name):
+        shown = name if len(repr(name)) <= 82 else repr(name)[:77] + "..."
+        raise error(f"{what} {shown!r}: {NAME_RULE}")
     return name
 
 

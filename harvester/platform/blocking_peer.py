@@ -114,9 +114,19 @@ def http_address(url: str) -> SplitResult | None:
     try:
         address = urlsplit(url.rstrip("/"))
         known = address.scheme in {"http", "https"} and address.hostname and address.port != 0
+        known = known and not any(map(str.isspace, url))
     except ValueError:
         return None
     return address if known else None
+
+
+def base_url(url: object, *, name: str, example: str) -> str:
+    """The URL without a slash at its end. Raises ConfigError, which says `name` and `example`, for
+    anything else than an HTTP server's, with a path at most."""
+    address = http_address(url) if isinstance(url, str) else None
+    if address is None or address.query or address.fragment or address.username is not None:
+        raise ConfigError(f"{name} {url!r}: give a URL as {example}")
+    return address.geturl()
 
 
 def connection_to(

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import (
     UNDECODABLE,
     Exhausted,
@@ -93,7 +94,8 @@ def errors_as_replies(
 ) -> Middleware:
     """Replies to errors with `STATUSES` and a service's `own`, the closest base class first.
 
-    None stands for the error's own `status`. Replies of a `try_later` status say when to retry.
+    None stands for the error's own `status`. Replies of a `try_later` status say when to retry,
+    unless the error `is_final`.
     """
     statuses = {**STATUSES, **(own or {})}
     caught = tuple(statuses)
@@ -108,8 +110,8 @@ def errors_as_replies(
             # An error of the operating system names paths of this machine.
             hidden = isinstance(error, OSError) and len(error.args) != 1
             message = "no such file" if hidden else str(error)
-            headers = RETRY_AFTER if status in try_later else None
-            return error_reply(status, message, headers=headers)
+            later = status in try_later and not getattr(error, "is_final", False)
+            return error_reply(status, message, headers=RETRY_AFTER if later else None)
 
     return middleware
 
@@ -218,6 +220,7 @@ async def posted(
     headers: dict[str, str],
     timeout_s: float,
     passing: Collection[int] = PASSING,
+    on_repeat: Callable[[str], None] = lambda _why: None,
 ) -> bytes:
     """The reply's body. Repeats what may pass by itself: `passing` statuses, no connection.
 
@@ -242,6 +245,7 @@ async def posted(
         wait_s = backoff.wait_s(retry_after_s=pause_s)
         if wait_s is None:
             raise backoff.exhausted(f"{what}: {problem}")
+        on_repeat(str(problem))
         await asyncio.sleep(wait_s)
 
 
@@ -278,7 +282,7 @@ class _WithoutSentLines(logging.Filter):
             error = error.__cause__ or error.__context__
         if error is None:
             return True
-        if not self._limit.admits(now=record.created):
+        if not self._limit.admits(now=MonotonicClock().now()):
             return False
         before = self._limit.taken()
         summary = f"{record.getMessage()}: malformed ({type(error).__name__}); {before} before it"

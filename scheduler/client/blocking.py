@@ -5,7 +5,8 @@ from typing import Any, Self, Unpack
 
 from harvester.contracts.wire.rollouts import Choice, VersionSwitched
 from harvester.platform.loop_thread import LoopThread
-from scheduler.client.rollout_client import AsyncRolloutClient, Sampling, TurnOptions
+from scheduler.client.rollout_client import AsyncRolloutClient
+from scheduler.client.turn_request import Sampling, TurnOptions
 
 
 class RolloutClient:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
@@ -86,7 +86,7 @@ class DedicatedTurns:
         except RequestRefused as error:
             if not turn.token_ids:
                 turn.refuse()
-                raise PeerProtocolError(f"{engine}: {error}") from error
+                raise ConfigError(f"{engine}: {error}") from error
             turn.fail(str(error))
         except (EngineLost, EngineBusy, RequestFailed, Stale, TimeoutError) as error:
             wait_s = max(wait_s, getattr(error, "retry_after_s", 0.0))
@@ -161,16 +161,16 @@ class DedicatedTurns:
         self, turn: Turn, attempt: Attempt, adopted: _Adopted, on_tokens: Callable[[], None]
     ) -> None:
         loop, name = asyncio.get_running_loop(), f"{turn.request.request_id}.direct"
-        priority = turn.request.priority
+        priority, before = turn.request.priority, len(turn.token_ids)
         async with asyncio.timeout(_STALL_S) as stall:
             choices = adopted.client.generate(
                 attempt, request_id=name, epoch=None, priority=priority
             )
             async with aclosing(choices):
                 async for choice in choices:
-                    if not stall.expired():
+                    if choice.token_ids and not stall.expired():
                         stall.reschedule(loop.time() + _STALL_S)
-                    check_finish(choice)
+                    check_finish(choice, tokens_before=len(turn.token_ids) - before)
                     if accepted(turn, attempt, choice, adopted.vocabulary_tokens):
                         on_tokens()
                     if choice.finish_reason == "length" and turn.remaining_tokens > 0:

@@ -1,6 +1,8 @@
 """A job's connection to its gateway: one session, and calls that are repeated."""
 
+import logging
 from collections.abc import Collection
+from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
@@ -8,17 +10,28 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    ConfigError,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
 from harvester.contracts.ids import JobId, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.platform.backoff import Backoff, RetryLimits
-from harvester.platform.http_kit import PASSING, posted
+from harvester.platform.blocking_peer import base_url
+from harvester.platform.http_kit import PASSING, HttpRefusal, posted
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _SWITCH_S = 450.0
-"""Every dedicated engine loads the version meanwhile: by default within 420 s."""
+"""Every dedicated engine loads the version meanwhile: by default within 420 s. A call is also not
+repeated for longer."""
+WRONG_CALL = frozenset({400, 401, 403, 404, 413})
+"""Statuses by which the gateway says that the caller has to change the call."""
 
 
 class GatewayConnection:
@@ -28,10 +41,9 @@ class GatewayConnection:
         self, url: str, job: str, credentials: Credentials, *, retries: RetryLimits, clock: Clock
     ) -> None:
         """Raises ConfigError for what can never be called."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"gateway {url!r}: give a URL as http://127.0.0.1:8300")
+        url = base_url(url, name="gateway", example="http://127.0.0.1:8300")
         credentials.check(url)
-        self.job = JobId(checked_name(job, what="job"))
+        self.job = JobId(checked_name(job, what="job", error=ConfigError))
         self.headers = {"Content-Type": "application/json", JOB_HEADER: self.job}
         self.retries, self.clock = retries, clock
         self._url, self._credentials = url, credentials
@@ -57,24 +69,44 @@ class GatewayConnection:
         *,
         passing: Collection[int] = PASSING,
     ) -> T:
-        """The reply to a POST of the message. Raises as `posted`, and PeerProtocolError for a reply
-        that is no `of`."""
+        """The reply to a POST of the message. Raises as `posted`, ConfigError for what the caller
+        has to change, and PeerProtocolError for a reply that is no `of`. Each new reason for which
+        it is repeated is logged."""
         body = b"" if message is None else msgspec.json.encode(message)
-        backoff = Backoff(self.retries, self.clock, random=Random(body))
-        content = await posted(
-            self.peer(),
-            path,
-            body,
-            backoff,
-            headers=self.headers,
-            timeout_s=_SWITCH_S,
-            passing=passing,
-        )
+        limits = replace(self.retries, give_up_s=min(self.retries.give_up_s, _SWITCH_S))
+        known: set[str] = set()
+
+        def log(why: str) -> None:
+            if why not in known:
+                _log.warning("%s is tried again for at most %.0f s: %s", path, _SWITCH_S, why)
+            known.add(why)
+
+        try:
+            content = await posted(
+                self.peer(),
+                path,
+                body,
+                Backoff(limits, self.clock, random=Random(body)),
+                headers=self.headers,
+                timeout_s=_SWITCH_S,
+                passing=passing,
+                on_repeat=log,
+            )
+        except HttpRefusal as error:
+            raise owned(error) from error
         return decoded(content, of)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def owned(refusal: HttpRefusal, *, wrong: Collection[int] = WRONG_CALL) -> RoseMuxError:
+    """The refusal as the error of the side that has to change something: the caller, or else the
+    gateway. Stale for a version that is gone."""
+    if refusal.status == 410:
+        return Stale(str(refusal))
+    return ConfigError(str(refusal)) if refusal.status in wrong else refusal
 
 
 def decoded(body: bytes, of: type[T]) -> T:

@@ -57,7 +57,7 @@ class GatewayTurn:
             self._parts += 1
             self._request = msgspec.structs.replace(
                 self._request,
-                request_id=f"{turn.request.request_id}.{self._parts}",
+                request_id=f"{turn.request.request_id}.rest{self._parts}",
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
                 # The numerics of the tokens that are here, not of the rest's own first token.

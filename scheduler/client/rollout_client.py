@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
-from uuid import uuid4
+from typing import Self, Unpack
 
 import aiohttp
 import msgspec
@@ -14,16 +13,9 @@ from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
-from harvester.contracts.ids import WeightVersion
-from harvester.contracts.wire.rollouts import (
-    AnnouncedVersion,
-    Choice,
-    OnInterrupt,
-    SamplingParams,
-    VersionPin,
-    VersionSwitched,
-)
+from harvester.contracts.wire.rollouts import Choice, VersionSwitched
 from harvester.platform.backoff import RetryLimits
+from harvester.platform.blocking_peer import base_url
 from harvester.platform.http_kit import PASSING, body_of
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.client.dedicated_turns import DedicatedTurns
@@ -31,30 +23,16 @@ from scheduler.client.gateway_connection import GatewayConnection, decoded
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.client.turn_attempts import ERROR_MAX_BYTES, TurnAttempts
+from scheduler.client.turn_request import (
+    Sampling,
+    TurnOptions,
+    announcement_of,
+    request_of,
+    trajectory_of,
+)
 from scheduler.gateway.abort_routes import Aborted, AbortRequests, FinishSession
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
-from scheduler.gateway.requests import checked_trajectory, decode_generate
-
-Sampling = SamplingParams | Mapping[str, Any]
-
-
-class TurnOptions(TypedDict, total=False):
-    trajectory: str
-    """Turns of a trajectory prefer the engine that holds their prefix; default: the turn's id."""
-    weight_version: int | VersionPin | None
-    """Exactly this version, or a pin; None takes any that is served. A pin's `wait_s` bounds the
-    call's wait for it: at the gateway, and where that has not answered for so long (but at least
-    `silence_s`) and no dedicated engine takes the turn."""
-    request_id: str
-    """A new one by default."""
-    priority: int
-    cache_salt: str | None
-    on_interrupt: OnInterrupt | str | None
-    """`return_partial` ends the turn where it would go on elsewhere; None: the job's setting."""
-    equal_numerics: bool | str
-    """All tokens by engines of one numerics label: the first engine's, or this one."""
-
 
 RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0, progress_bytes=1)
 """About a minute of pauses: longer than an engine's version switch or restart. Each received token
@@ -132,6 +110,19 @@ class AsyncRolloutClient:
         self._gateway = GatewayConnection(
             gateway, job, credentials, retries=retries, clock=clock or MonotonicClock()
         )
+        for name, value, kind in (
+            ("engines", engines, Credentials),
+            ("dedicated", dedicated or {}, Mapping),
+            ("fallback", fallback, bool),
+            ("silence_s", silence_s, int | float),
+            ("retries", retries, RetryLimits),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name}: {value!r} is of another type than the signature's")
+        if not 0 < silence_s < inf:
+            raise ConfigError(f"silence_s: give seconds above 0, not {silence_s!r}")
+        for name, url in (dedicated or {}).items():
+            base_url(url, name=f"dedicated: {name}", example="http://127.0.0.1:8000")
         engines.check()
         self._fallback = fallback
         self._ledger = TurnLedger(self._gateway.job)
@@ -174,8 +165,11 @@ class AsyncRolloutClient:
         """One turn: sampled ids, their log-probabilities, and the spans that say which engine and
         version made them.
 
-        An `abort` keeps the tokens so far; another turn goes on from them. Raises PeerProtocolError
-        for a request that is wrong, Exhausted where the retries end before the first token.
+        `token_ids` and numbers may be NumPy's or PyTorch's. An `abort` keeps the tokens so far;
+        another turn goes on from them. Raises ConfigError with the field and its value for a
+        request that is wrong, Stale where no engine serves its older version any more,
+        PeerProtocolError for one that is refused for another reason, Exhausted where the retries
+        end before the first token.
         """
         turn = self._opened(token_ids, sampling, options)
         await self._serve(turn, lambda: None)
@@ -207,7 +201,7 @@ class AsyncRolloutClient:
     def abort(self, request_id: str | None = None) -> None:
         """Ends one turn, or all: each call returns what it has, with the finish reason `abort`.
         Tokens of a reply that is not streamed are with the gateway, which ends the turn."""
-        for name in [request_id] if request_id else tuple(self._cuts):
+        for name in tuple(self._cuts) if request_id is None else [request_id]:
             cut, whole = self._cuts.pop(name, (None, None))
             if whole is not None and cut is not None:
                 ending = asyncio.ensure_future(self._end_at_gateway(whole.request_id, cut))
@@ -235,17 +229,18 @@ class AsyncRolloutClient:
     ) -> VersionSwitched:
         """A version was published to `store`; returns when every dedicated engine serves it, or at
         once, with `active` false, where they serve another job. `state_hash`: its publisher's, so
-        that no other run's version is taken for it. Raises Stale once a later version is announced:
-        sent again after that, this one would be taken for another run's.
+        that no other run's version is taken for it.
+
+        Where engines cannot load it, as from a store that is not there, the call is repeated for
+        450 s; the log has the gateway's reason at once, and so has the Exhausted in the end. Raises
+        Stale once a later version is announced: sent again after that, this one would be taken for
+        another run's.
         """
-        published = AnnouncedVersion(
-            version=WeightVersion(version),
-            store=store,
-            state_hash=state_hash,
-            cut_open_turns=cut_open_turns,
+        published = announcement_of(
+            version=version, store=store, state_hash=state_hash, cut_open_turns=cut_open_turns
         )
         path = f"/v1/jobs/{self._gateway.job}/versions"
-        async with self._announcements.announcing(version):
+        async with self._announcements.announcing(published.version):
             # A number below the job's, or of another run, is refused for good.
             return await self._gateway.call(
                 path, published, VersionSwitched, passing=PASSING - {409}
@@ -260,31 +255,17 @@ class AsyncRolloutClient:
     async def end_trajectory(self, trajectory: str) -> int:
         """The trajectory takes no more turns: its prefix need not be kept. Returns the number of
         its turns that were open, which end."""
-        path, ended = f"/jobs/{self._gateway.job}/finish_session", FinishSession(trajectory)
+        ended = FinishSession(trajectory_of(trajectory))
+        path = f"/jobs/{self._gateway.job}/finish_session"
         return (await self._gateway.call(path, ended, Aborted)).aborted
 
     def _opened(self, token_ids: Sequence[int], sampling: Sampling, options: TurnOptions) -> Turn:
-        if unknown := sorted(options.keys() - TurnOptions.__annotations__.keys()):
-            # A misspelt pin would be no pin.
-            raise TypeError(f"no such option: {', '.join(unknown)}")
-        pin = options.get("weight_version")
-        name = options.get("request_id") or uuid4().hex
-        trajectory = checked_trajectory(options.get("trajectory"), request_id=name)
-        body = {name: value for name, value in options.items() if name != "trajectory"} | {
-            "request_id": name,
-            "token_ids": tuple(token_ids),
-            "sampling_params": sampling,
-            "weight_version": {"exact": pin} if isinstance(pin, int) else pin or {},
-        }
-        # The gateway's own check: a field that it would refuse is named here.
-        request = decode_generate(msgspec.json.encode(body))
-        if request.sampling_params.n != 1:
-            raise PeerProtocolError("sampling_params.n: one turn per call; call once per sample")
-        if request.sampling_params.scores_prompt:
-            raise PeerProtocolError("prompt_logprobs: post to /inference/v1/generate for them")
+        request, trajectory = request_of(token_ids, sampling, options)
         turn = self._ledger.open(request, trajectory=trajectory)
         if turn is None:
-            raise ConfigError(f"request_id {name!r} is open in this client; use a new id")
+            raise ConfigError(
+                f"request_id {request.request_id!r} is open in this client; use a new id"
+            )
         return turn
 
     async def _serve(

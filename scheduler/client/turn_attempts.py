@@ -17,7 +17,7 @@ from harvester.contracts.wire.rollouts import GENERATE_ROUTE, FinishReason, OnIn
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
 from harvester.platform.http_kit import PASSING, RETRY_AFTER_MAX_S, HttpRefusal, body_of, refusal_of
 from scheduler.client.dedicated_turns import DedicatedTurns
-from scheduler.client.gateway_connection import GatewayConnection, decoded
+from scheduler.client.gateway_connection import WRONG_CALL, GatewayConnection, decoded, owned
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.engines.stream import EngineChunk, EventStream
@@ -52,7 +52,7 @@ class TurnAttempts:
         self, turn: Turn, at_gateway: GatewayTurn, on_tokens: Callable[[], None]
     ) -> None:
         """Returns when the turn has ended. Raises Exhausted where the retries end before its first
-        token, PeerProtocolError where its request is refused."""
+        token, ConfigError where its request is wrong, PeerProtocolError for another refusal."""
         backoff = Backoff(
             self._gateway.retries, self._clock, random=Random(turn.request.request_id)
         )
@@ -127,7 +127,8 @@ class TurnAttempts:
             raise Interrupted(self._watch.silence) from error
         except HttpRefusal as error:
             if not turn.token_ids:
-                raise
+                # 409: its id is another request's.
+                raise owned(error, wrong={*WRONG_CALL, 409}) from error
             turn.fail(str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Interrupted(f"the gateway: {type(error).__name__} {error}") from error
@@ -141,7 +142,8 @@ class TurnAttempts:
     ) -> None:
         if reply.status != 200:
             problem = refusal_of(reply, await body_of(reply, most_bytes=ERROR_MAX_BYTES))
-            if reply.status not in PASSING:
+            taken = reply.status == 409 and "Retry-After" not in reply.headers
+            if taken or reply.status not in PASSING:
                 raise problem
             requested_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
             if reply.status in (409, 429):

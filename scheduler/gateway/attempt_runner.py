@@ -242,9 +242,10 @@ class AttemptRunner:
         bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
-                running.hear(now=self._clock.now(), pause_s=pause_s)
-                check_finish(choice)
+                check_finish(choice, tokens_before=running.tokens)
                 if choice.token_ids:
+                    # Chunks without a token, however many, are silence.
+                    running.hear(now=self._clock.now(), pause_s=pause_s)
                     if not running.tokens and not guest and turn.scores is None:
                         self._blame.first_tokens.note(running.chunk_at_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound)

@@ -59,7 +59,7 @@ from scheduler.gateway.job_turns import IdInUse, TurnRefused
 from scheduler.gateway.loop_share import LoopEntry
 from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SHOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
-from scheduler.gateway.pressure import HELD_BODY, connection_room
+from scheduler.gateway.pressure import HELD_BODY, check_values, connection_room
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
@@ -203,8 +203,9 @@ class Gateway:
             else:
                 count(request.content_length)
             request[HELD_BODY] = held
+            body = await whole_body(request)
+            await check_values(body)
             if len(possible) > 1:
-                body = await whole_body(request)
                 adapters = filter(None, (job.adapter for job in jobs.values()))
                 models = {*self._scheduler.registry.models(), *adapters}
                 if (job := job_of_model(body, possible, models)) is not None:

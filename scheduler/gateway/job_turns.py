@@ -9,7 +9,6 @@ its clients get them.
 """
 
 import asyncio
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -53,6 +52,8 @@ class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
 
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
     """Another request is being served, or was answered a moment ago, under this id."""
+
+    is_final = True
 
 
 @dataclass(slots=True)
@@ -145,8 +146,11 @@ class JobTurns:
         if self._other_run and (part_of is None or part_of.aborted is None):
             reason = self._other_run
             raise TurnRefused(RefuseTurn(turn=key, refusal=Refusal.VERSION, reason=reason))
+        part_of = part_of or ClientRequest(request.request_id, trajectory)
         while (held := self._open.get(request.request_id)) is not None:
-            if not held.abandoned and _is_for(held.turn, request, trajectory):
+            # `g.0` may be a request of its own, and the first sample of `g`.
+            same = held.part_of.request == part_of.request
+            if same and not held.abandoned and _is_for(held.turn, request, trajectory):
                 break
             if held.clients:
                 raise IdInUse(
@@ -155,8 +159,10 @@ class JobTurns:
                 )
             await self._cancel(held)
         now = self._clock.now()
-        if held is None and (turn := self._answered.find(key, now=now)) is not None:
-            if not _is_for(turn, request, trajectory):
+        if held is None and (found := self._answered.find(key, now=now)) is not None:
+            turn, name = found
+            same = name == turn_key(self._job, part_of.request)
+            if not (same and _is_for(turn, request, trajectory)):
                 raise IdInUse(
                     f"request_id {request.request_id!r} was answered with another body; use a new "
                     "id"
@@ -168,7 +174,6 @@ class JobTurns:
             return turn, None
         if held is None:
             self._metrics.trajectory_began(self._job, trajectory)
-            part_of = part_of or ClientRequest(request.request_id, trajectory)
             held = self._begin(request, trajectory, part_of)
         return await self._follow(held, on_turn)
 
@@ -200,7 +205,7 @@ class JobTurns:
         self._other_run = why
         with suppress(sqlite3.Error):  # The process refuses them without it.
             self._state.refuse_turns(self._job, why)
-        self._answered.expire(now=math.inf)  # The new run may give its requests the same names.
+        self._answered.forget(self._job)  # The new run may give its requests the same names.
         await self.abort(fault=why)
 
     def begin_run(self) -> None:
@@ -322,6 +327,7 @@ class JobTurns:
 
     async def _cancel(self, held: _Open) -> None:
         assert held.task is not None
+        held.abandoned = True  # Its own client may come back meanwhile, and must not join it.
         if held.forget is not None:
             held.forget.cancel()
         held.task.cancel()

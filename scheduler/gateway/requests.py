@@ -266,7 +266,7 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
     for (name, (least, most)), value in zip(_RANGES.items(), _NUMBERS(request), strict=True):
         if value is not None and not least <= value <= most:
             low = "above 0 and at most" if least == _POSITIVE else f"between {least:g} and"
-            raise PeerProtocolError(f"{name}: {low} {most:g}")
+            raise PeerProtocolError(f"{name}: {low} {most:g}, not {value}")
     if broken := next(_broken_rules(request, vocabulary_tokens), ""):
         raise PeerProtocolError(broken)
 
@@ -275,15 +275,14 @@ def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> It
     sampling, pin = request.sampling_params, request.weight_version
     prompt, numerics = request.token_ids, request.equal_numerics
     bound = vocabulary_tokens or UNKNOWN_VOCABULARY_TOKENS
-    ids = f"ids lie between 0 and {bound - 1}"
-    if not vocabulary_tokens:
-        ids += " (no engine has reported its vocabulary yet)"
+    unknown = "" if vocabulary_tokens else " (no engine has reported its vocabulary yet)"
+    ids = f"ids lie between 0 and {bound - 1}{unknown}, not {{}}"
     if len(request.request_id) > _MAX_ID_CHARS or not request.request_id.isprintable():
         yield f"request_id: use at most {_MAX_ID_CHARS} printable characters"
     if not 0 < len(prompt) <= MAX_PROMPT_TOKENS:
         yield f"token_ids: {len(prompt)} tokens, 1 to {MAX_PROMPT_TOKENS} are possible"
-    if not _all_below(bound, prompt):
-        yield f"token_ids: {ids}"
+    if (wrong := _not_below(bound, prompt)) is not None:
+        yield f"token_ids: {ids.format(wrong)}"
     if sampling.min_tokens > sampling.max_tokens:
         yield "min_tokens: between 0 and max_tokens"
     texts = (*stop_strings(sampling), *(sampling.bad_words or ()))
@@ -301,8 +300,10 @@ def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> It
         ("stop_token_ids", sampling.stop_token_ids, _MAX_STOP_TOKENS),
         ("logprob_token_ids", sampling.logprob_token_ids or (), MAX_SCORED_IDS),
     ):
-        if len(given) > most or not _all_below(bound, given):
-            yield f"{name}: at most {most} ids; {ids}"
+        if len(given) > most:
+            yield f"{name}: at most {most} ids, not {len(given)}"
+        if (wrong := _not_below(bound, given)) is not None:
+            yield f"{name}: {ids.format(wrong)}"
     if sampling.scores_prompt:
         scores = sampling.scores_of(len(prompt))
         if scores > MAX_PROMPT_SCORES:
@@ -326,5 +327,7 @@ def stop_strings(sampling: SamplingParams) -> tuple[str, ...]:
     return (sampling.stop,) if isinstance(sampling.stop, str) else sampling.stop or ()
 
 
-def _all_below(bound: int, token_ids: tuple[int, ...]) -> bool:
-    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < bound)
+def _not_below(bound: int, token_ids: tuple[int, ...]) -> int | None:
+    """A token id that is none of 0 to `bound` - 1."""
+    extremes = (min(token_ids), max(token_ids)) if token_ids else ()
+    return next((each for each in extremes if not 0 <= each < bound), None)

@@ -1,5 +1,6 @@
 """A whole answer that its client did not receive is given again, and never to another request."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,23 @@ async def test_the_same_request_again_gets_the_same_bytes(samples: int) -> None:
         assert again == first
         assert len(engine.models) == samples, "sampled once"
         assert gateway.scheduler.ledgers["job"].counters.repeated == samples
+
+
+async def test_a_request_with_the_name_of_another_one_s_sample_gets_no_copy_of_it() -> None:
+    """The copy would be trained on as a sample of its own."""
+    engine = fake()
+    async with gateway_on(engine) as gateway:
+        group, alone = body("g", sampling={"n": 2}), body("g.0")
+        first = await raw(gateway, group)
+        status, reply = await raw(gateway, alone)
+        assert (status, b"'g.0' was answered with another body" in reply) == (409, True)
+        engine.running.clear()
+        opened = asyncio.create_task(raw(gateway, body("h", sampling={"n": 2})))
+        await gateway.until(lambda: engine.open == 2)
+        assert (await raw(gateway, body("h.1")))[0] == 409
+        engine.running.set()
+        assert (await opened)[0] == 200
+        assert await raw(gateway, group) == first, "the group's own repetition joins"
 
 
 @pytest.mark.parametrize("first_streams", [True, False])

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from harvester.contracts.ids import EngineId
 from scheduler.gateway.policy import repeated_deaths
@@ -85,6 +86,27 @@ async def test_the_log_probability_of_another_token_or_of_none_reaches_no_reply(
         told = [each["token_id"] for each in choice["logprobs"]["content"]]
         assert told == choice["token_ids"]
         assert gateway.scheduler.ledgers["job"].counters.retried == 1
+
+
+class ShortScores(FakeEngine):
+    """Scores a part of the first prompt."""
+
+    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
+        return super().score(token_ids[: None if self.scored else -1], sampling)
+
+
+async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
+    engine = ShortScores(step_s=0.001, epoch=None)
+    body = {
+        "request_id": "t",
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 2, "prompt_logprobs": 0},
+    }
+    async with gateway_on(engine) as gateway:
+        status, reply = await gateway.post("/inference/v1/generate", body)
+        first, *scores = reply["prompt_logprobs"]
+        assert (status, first, engine.scored) == (200, None, 2)
+        assert [[*each] for each in scores] == [[str(token)] for token in PROMPT[1:]]
 
 
 async def test_a_token_that_no_engine_has_a_log_probability_for_ends_the_turn_in_words() -> None:

@@ -2,6 +2,7 @@
 event loop. Passes are counted, not timed."""
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,6 +61,28 @@ async def test_a_steps_requests_that_come_at_once_begin_a_few_in_each_pass() -> 
         work = asyncio.create_task(asyncio.wait(turns))
         assert 0 < await most_in_a_pass(work, started(gateway)) <= 2 * ENTERED_AT_ONCE
         assert {turn.result()[0] for turn in turns} == {200}
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "after"),
+    [
+        (NATIVE, '{"token_ids": [5], "sampling_params": {"extra_args": {"a": [', "]}}}"),
+        (COMPLETION, '{"prompt": [', "]}"),
+        (SGLANG, '{"input_ids": [', "]}"),
+    ],
+)
+async def test_a_body_of_a_million_arrays_is_refused_before_it_is_decoded(
+    path: str, before: str, after: str
+) -> None:
+    """One such body would stop every reader for a second."""
+    body = before + ",".join(["[1]"] * (1 << 20)) + after
+    async with (
+        gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway,
+        aiohttp.ClientSession() as session,
+        session.post(gateway.url + path, data=io.BytesIO(body.encode())) as reply,
+    ):
+        assert reply.status == 413
+        assert "more than 524288 arrays, objects and members" in await reply.text()
 
 
 async def test_a_client_that_leaves_while_its_turns_begin_leaves_none_and_no_place() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler import AsyncRolloutClient
 from tests.integration.conftest import FakeAgent
@@ -103,5 +103,5 @@ async def test_an_engine_s_refusal_reaches_the_client_as_one_sentence() -> None:
     ):
         status, reply = await gateway.generate("r", 2)
         assert (status, reply["error"]["message"]) == (400, "not this one")
-        with pytest.raises(PeerProtocolError, match=r"generate: 400: not this one$"):
+        with pytest.raises(ConfigError, match=r"generate: 400: not this one$"):
             await client.generate(PROMPT, {"max_tokens": 2})

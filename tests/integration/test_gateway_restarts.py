@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway_in_process import gateway_on
+from tests.integration.gateway_in_process import PROMPT, gateway_on
 
 
 @pytest.mark.parametrize("gap_s", [0.05, 0.7])
@@ -96,6 +96,25 @@ async def test_open_turns_of_a_run_that_began_anew_end_with_the_reason() -> None
         assert (await gateway.generate("u", 2))[0] == 409
         assert (await gateway.publish(2, state_hash=OURS))[0] == 200
         assert (await gateway.generate("u", 2))[0] == 200
+
+
+async def test_a_run_that_began_anew_takes_no_kept_answer_of_another_job() -> None:
+    """Its client would get another sample under the same id."""
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    jobs = [{"id": "job", "active": True}, {"id": "other", "tenant": "bob"}]
+    async with gateway_on(engine, jobs=jobs) as gateway:
+        body = {"request_id": "r", "token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+        sent = ("/inference/v1/generate", body, {"X-RoseMux-Job": "job"})
+        first = await gateway.post(*sent)
+        for version, status in ((2, 200), (1, 409)):
+            published = {
+                "version": version,
+                "store": "other.store",
+                "state_hash": f"{version}" * 32,
+            }
+            assert (await gateway.post("/v1/jobs/other/versions", published))[0] == status
+        assert await gateway.post(*sent) == first
+        assert len(engine.models) == 1, "sampled once"
 
 
 async def test_an_overtaken_announcement_is_answered_as_that() -> None:

@@ -16,14 +16,15 @@ import pytest
 from aiohttp import web
 
 import scheduler
-from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
 from scheduler.client import rollout_client
 from scheduler.client.gateway_watch import GatewayWatch
 from tests.integration.conftest import Served
-from tests.integration.gateway_in_process import PROMPT, Site, continued
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
 
 SILENCE_S = 0.5
 QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5, progress_bytes=1)
@@ -68,7 +69,7 @@ async def test_a_turn_is_served_and_a_version_announced(fake_engine: Start, gate
         assert (switched.version, set(switched.engines)) == (1, {"e0", "e1"})
         choice = await client.generate(PROMPT, sampling(20), weight_version=1)
         assert_whole(choice, 20, version=1)
-        with pytest.raises(PeerProtocolError, match="top_q"):
+        with pytest.raises(ConfigError, match="top_q"):
             await client.generate(PROMPT, {"max_tokens": 1, "top_q": 1})
 
 
@@ -84,6 +85,66 @@ async def test_a_version_of_another_run_is_refused_once_and_not_announced_again(
                 await client.announce(2, "job.store", state_hash="b" * 32)
         await client.announce(3, "job.store", state_hash="c" * 32)
         assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=3)
+
+
+async def test_an_id_that_another_request_has_ends_the_call_at_once(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """No later try under that id could be answered."""
+    service = gateway(fake_engine(step_s=0.02))
+    async with client_of(service) as client, client_of(service) as other, asyncio.timeout(10):
+        await client.generate(PROMPT, sampling(2), request_id="answered")
+        with pytest.raises(ConfigError, match="'answered' was answered with another body"):
+            await client.generate([*PROMPT, 7], sampling(2), request_id="answered")
+        choices = client.stream(PROMPT, sampling(500), request_id="open")
+        await until_tokens(choices, 2)
+        with pytest.raises(ConfigError, match="'open' is being served with another body"):
+            await other.generate([*PROMPT, 7], sampling(2), request_id="open")
+        assert_whole(await client.generate(PROMPT, sampling(2), request_id="answered"), 2)
+        await choices.aclose()
+
+
+async def test_a_call_that_the_gateway_refuses_as_wrong_is_the_callers_error(
+    fake_engine: Start, gateway: Start
+) -> None:
+    service = gateway(fake_engine())
+    async with client_of(service) as client:
+        await client.generate(PROMPT, sampling(1))
+        with pytest.raises(ConfigError, match="400: token_ids: ids lie between 0 and 255, not 300"):
+            await client.generate([4, 300, 5], sampling(1))
+        for version in (1, 2):
+            await client.announce(version, "job.store")
+        with pytest.raises(Stale, match="version 1 is served nowhere"):
+            await client.generate(PROMPT, sampling(1), weight_version=1)
+    async with AsyncRolloutClient(service.url, "nojob") as client:
+        with pytest.raises(ConfigError, match="400: job nojob is not configured"):
+            await client.announce(1, "job.store")
+
+
+async def test_an_announcement_that_no_engine_can_load_says_why_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that is not there is the usual reason."""
+    monkeypatch.setattr("scheduler.gateway.job_versions.SHOWN_S", 0.01)
+    engine = FakeEngine(step_s=0.0, epoch=None)
+    engine.stage_fault = "no store job.stroe"
+    async with gateway_on(engine) as service:
+        short = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=2)
+        async with AsyncRolloutClient(service.url, "job", retries=short) as client:
+            announcing = asyncio.create_task(client.announce(1, "job.stroe"))
+            async with asyncio.timeout(60):
+                with pytest.raises(Exhausted, match=r"503: nothing was changed: .*job\.stroe"):
+                    await announcing
+    (line,) = [each for each in caplog.messages if "is tried again for at most 450 s" in each]
+    assert "no engine can load version 1 of store job.stroe: no store job.stroe" in line
+
+
+async def test_an_empty_name_aborts_no_turn(fake_engine: Start, gateway: Start) -> None:
+    async with client_of(gateway(fake_engine(step_s=0.005))) as client:
+        choices = client.stream(PROMPT, sampling(60))
+        await until_tokens(choices, 2)
+        client.abort("")
+        assert [choice async for choice in choices][-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_later_announcement_ends_the_earlier_one_which_is_not_sent_again(

@@ -16,9 +16,10 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
-from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.ids import WeightVersion, checked_name, is_name
 from harvester.contracts.wire.rollouts import AnnouncedVersion, AnnounceState, VersionSwitched
 from harvester.platform.backoff import Backoff, RetryLimits
+from harvester.platform.blocking_peer import base_url
 from harvester.platform.http_kit import PASSING, HttpRefusal, posted
 from harvester.platform.loop_thread import LoopThread
 from harvester.platform.peer import Peer
@@ -27,6 +28,7 @@ from harvester.platform.tls import Credentials
 _LOG = logging.getLogger(__name__)
 _SWITCH_S = 450.0
 """A gateway answers when every dedicated engine serves it: by default within 420 s."""
+_EXAMPLE = "http://127.0.0.1:8300/v1/jobs/JOB"
 _NO_ANSWER = "no answer yet"
 _ONCE = RetryLimits(attempts_max=1)
 _LIMITS = RetryLimits(give_up_s=inf, attempts_max=inf, first_wait_s=0.1, wait_max_s=10.0)
@@ -38,13 +40,12 @@ class Announcer:
     ) -> None:
         """`jobs`: URLs of the job at each gateway, `http://127.0.0.1:8300/v1/jobs/job-a`. `store`:
         its name under the engines' ROSEMUX_WEIGHT_ROOT. Raises ConfigError."""
-        for url in jobs:
-            if not url.startswith(("http://", "https://")) or "/v1/jobs/" not in url:
-                raise ConfigError(
-                    f"announce: {url!r} is no job's URL; give http://127.0.0.1:8300/v1/jobs/JOB"
-                )
-        self._jobs = tuple(url.rstrip("/") for url in jobs)
-        self._store = checked_name(store, what="store")
+        self._jobs = tuple(base_url(url, name="announce:", example=_EXAMPLE) for url in jobs)
+        for url in self._jobs:
+            before, _, job = url.rpartition("/")
+            if not before.endswith("/v1/jobs") or not is_name(job):
+                raise ConfigError(f"announce: {url!r} is no job's URL; give one as {_EXAMPLE}")
+        self._store = checked_name(store, what="store", error=ConfigError)
         credentials.check(*self._jobs)
         self._credentials = credentials
         self._clock = clock

@@ -41,6 +41,7 @@ class _Scored(msgspec.Struct):
     prompt_token_id_logprobs: str | None = None
 
 
+_ROWS = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _SCORE_BYTES = 128
 """Most bytes of one of a prompt's scores, in the mean; the routed experts may come beside them."""
 
@@ -134,9 +135,13 @@ class EngineClient(EngineControl):
             raw = await reply.read_most(MAX_EVENT_BYTES + scores * _SCORE_BYTES)
             try:
                 scored = msgspec.json.decode(raw, type=_Scored)
+                values = bytes(scored.prompt_logprobs)
+                rows = _ROWS.decode(values or b"null")
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable scores: {error}") from error
-        values = bytes(scored.prompt_logprobs)
+            prompt = len(attempt.token_ids)
+            if rows is not None and len(rows) != prompt:
+                raise PeerProtocolError(f"scores of {len(rows)} tokens, the prompt has {prompt}")
         if values in (b"", b"null") and scored.prompt_token_id_logprobs is None:
             raise RequestRefused("prompt_logprobs: the engine's vLLM returns none for this request")
         return PromptScores(

@@ -18,11 +18,14 @@ NO_LOGPROB = -9999.0
 """vLLM's for minus infinity and NaN, where a number must be."""
 
 
-def check_finish(choice: EngineChoice) -> None:
-    """Raises EngineLost for a finish reason that vLLM (0.24 to 0.33) does not send."""
+def check_finish(choice: EngineChoice, *, tokens_before: int) -> None:
+    """Raises EngineLost for an end that vLLM (0.24 to 0.33) does not send: with another reason, or
+    without a token of the attempt, whose empty answer would be trained on."""
     reason = choice.finish_reason
     if not (reason is None or reason in FINISHED or reason in _UNFINISHED):
         raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
+    if reason == "stop" and not (tokens_before or choice.token_ids):
+        raise EngineLost("protocol: a stop before the first token")
 
 
 def check_tokens(

@@ -20,6 +20,7 @@ _ID_BYTES = 16
 """Most bytes of a token id, encoded."""
 _LOGPROBS_BYTES = 1 << 15
 """Most bytes of a token's log-probabilities: of its 128 candidates, 256 each."""
+_SHOWN_BYTES = 80
 DONE = b"[DONE]"
 
 
@@ -192,12 +193,12 @@ class EventStream:
         # Copies once instead of twice: an event may have 64 MB.
         whole, self._left = bytes(memoryview(self._left)[:end]), self._left[end + 2 :]
         for event in whole.split(b"\n\n"):
-            if not event.startswith(b"data: "):
+            usual = event.startswith(b"data: ")
+            if not (payload := memoryview(event)[6:] if usual else _past_comments(event)):
                 continue
-            if event == b"data: " + DONE:
+            if payload == DONE:
                 self.done = True
                 return
-            payload = memoryview(event)[6:]
             try:
                 if len(payload) > _LARGE_EVENT_BYTES:
                     yield from map(_checked, _pieces(payload, self._most_tokens))
@@ -207,9 +208,18 @@ class EventStream:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
 
 
+def _past_comments(event: bytes) -> memoryview:
+    """An event's data; none of one that has comments alone, as a proxy's pings are."""
+    lines = [each for each in event.splitlines() if each and each[:1] != b":"]
+    if len(lines) > 1 or any(not each.startswith(b"data:") for each in lines):
+        # Its tokens would be left out without a trace.
+        raise PeerProtocolError(f"unreadable event: {event[:_SHOWN_BYTES]!r}")
+    return memoryview(b"".join(lines).removeprefix(b"data:").strip())
+
+
 def _checked(chunk: EngineChunk) -> EngineChunk:
-    for choice in chunk.choices:
-        if choice.index:
+    for place, choice in enumerate(chunk.choices):
+        if place or choice.index:
             # Each turn is a request of one sample.
-            raise PeerProtocolError(f"choice {choice.index} of a request for one")
+            raise PeerProtocolError(f"choice {choice.index or place} of a request for one")
     return chunk

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from harvester.contracts.ids import TenantId
+from harvester.contracts.ids import JobId, TenantId
 from harvester.contracts.wire.rollouts import GenerateRequest
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import Turn, turn_key
 
 _ID_BYTES = 40
 """Memory of a token id in a tuple, in bytes."""
@@ -97,13 +97,13 @@ class AnsweredTurns:
             shelf.answers[request].until_s = now + self._bounds.keep_s
             shelf.answers.move_to_end(request)
 
-    def find(self, turn: str, *, now: float) -> Turn | None:
-        """The answered turn with this key, for whichever request."""
+    def find(self, turn: str, *, now: float) -> tuple[Turn, str] | None:
+        """The answered turn with this key, and the request that it is a part of."""
         self.expire(now=now)
         if turn not in self._requests:
             return None
         tenant, request = self._requests[turn]
-        return self._shelves[tenant].answers[request].turns[turn]
+        return self._shelves[tenant].answers[request].turns[turn], request
 
     def given_again(self, turn: str, *, now: float) -> None:
         """Extends the time for which the turn found is kept."""
@@ -121,6 +121,12 @@ class AnsweredTurns:
                 if answer.until_s <= now:
                     due.append(request)
             for request in due:
+                self._drop(tenant, request)
+
+    def forget(self, job: JobId) -> None:
+        """Drops the job's answers, and no other's."""
+        for tenant, shelf in tuple(self._shelves.items()):
+            for request in [each for each in shelf.answers if each.startswith(turn_key(job, ""))]:
                 self._drop(tenant, request)
 
     def _evict(self, tenant: TenantId) -> None:

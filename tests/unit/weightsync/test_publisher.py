@@ -408,6 +408,25 @@ def test_a_publisher_without_gateways_announces_to_none(tmp_path: Path, announce
         assert publisher.announce_faults == {}
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8300/v1/jobs/a",
+        "ftp://g/v1/jobs/a",
+        "http:///v1/jobs/a",
+        "http://g:99999/v1/jobs/a",
+        "http://a b/v1/jobs/a",
+        "http://g/v1/jobs/",
+        "http://g/v1/jobs/a/versions",
+        "http://g/v1/jobs/a?x=1",
+        "http://g/v2/jobs/a",
+    ],
+)
+def test_a_url_that_is_no_jobs_at_a_gateway_is_refused_at_once(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"announce: .*http://127\.0\.0\.1:8300/v1/jobs/JOB"):
+        Publisher(tmp_path / "store", announce=url)
+
+
 def test_a_publisher_has_eight_parameters() -> None:
     assert [*inspect.signature(Publisher).parameters] == [
         "store",

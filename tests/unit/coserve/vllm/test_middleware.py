@@ -134,6 +134,30 @@ def test_knows_the_routes_that_make_the_engine_step(path: str) -> None:
     assert not is_inference(scope_of(path, method="GET"))
 
 
+STEPLESS = [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/v1/responses/resp_1/cancel",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+]
+
+
+@pytest.mark.parametrize("path", STEPLESS)
+async def test_a_guest_takes_no_call_beside_inference_routes_without_its_lease(
+    grant: GrantPage, path: str
+) -> None:
+    engine = Engine()
+    engine.begin.set(), engine.end.set()
+    middleware = EpochMiddleware(engine)
+    statuses = []
+    for headers in ({}, {"x_rosemux_epoch": "3"}):
+        client = Client(middleware, scope_of(path, **headers))
+        await client.task
+        statuses.append(client.status)
+    assert (statuses, engine.calls) == ([409, 200], 1)
+
+
 @pytest.mark.parametrize(
     "path",
     ["/pause", "/resume", "/update_weights", "/abort_requests", "/inference/v1/abort_requests"],
@@ -609,6 +633,20 @@ async def test_other_routes_leave_no_trace_in_the_pulse(pages: PageDirectory) ->
     for scope in (scope_of("/health", method="GET"), scope_of("/pause"), scope_of("/v1/score")):
         await Client(middleware, scope).task
     assert (engine.calls, pulse_in(pages).requests_total) == (3, 1)
+
+
+@pytest.mark.parametrize("path", STEPLESS)
+async def test_a_control_call_beside_inference_routes_is_no_request_of_production(
+    pages: PageDirectory, path: str
+) -> None:
+    """An adapter that loads for seconds would look like a hung engine's request."""
+    engine = Engine()
+    client = Client(PulseMiddleware(engine), scope_of(path), body=b"x" * 1300)
+    await asyncio.sleep(0)
+    assert (engine.calls, pulse_in(pages).in_flight) == (1, 0)
+    engine.begin.set(), engine.end.set()
+    await client.task
+    assert (client.status, pulse_in(pages).requests_total) == (200, 0)
 
 
 async def test_no_error_of_the_pulse_reaches_a_request(

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import resource
 import signal
 import zlib
@@ -14,6 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import DeflateBuffer
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -55,6 +57,25 @@ async def test_a_service_without_a_terminal_goes_on_at_sighup(
 
 class TeapotError(RoseMuxError):
     status = 418
+
+
+async def test_an_error_that_no_retry_changes_says_no_time_for_one() -> None:
+    class Taken(Stale):
+        is_final = True
+
+    for error, later in ((Stale("old"), "1"), (Taken("taken"), None)):
+        assert (await _reply(error, try_later=(409,)))[2] == later
+
+
+def test_a_wall_clock_that_is_set_back_silences_no_line_of_malformed_requests() -> None:
+    lines = http_kit._WithoutSentLines()
+    fault = HttpProcessingError(message="bad")
+    admitted = []
+    for created_s in (1e9, 1e9 - 86400, 1e9 - 86400):
+        record = logging.makeLogRecord({"msg": "error", "exc_info": (None, fault, None)})
+        record.created = created_s
+        admitted.append(lines.filter(record))
+    assert admitted == [True] * 3
 
 
 async def _reply(error: Exception, **options: Any) -> tuple[int, Any, str | None]:

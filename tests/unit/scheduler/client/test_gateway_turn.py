@@ -113,7 +113,7 @@ def test_another_turn_under_the_same_id_is_left_and_the_rest_requested_as_a_new_
     with pytest.raises(Interrupted, match="does not begin with the client's tokens"):
         at_gateway.fold(chunk([1, 5], (0, 2, 2)), lambda: None)
     rest = at_gateway.request()
-    assert (rest.request_id, rest.token_ids) == ("r.1", (*PROMPT, 1, 2))
+    assert (rest.request_id, rest.token_ids) == ("r.rest1", (*PROMPT, 1, 2))
     assert (rest.sampling_params.max_tokens, rest.sampling_params.min_tokens) == (4, 2)
     assert rest.sampling_params.seed not in (None, 3)
     at_gateway.fold(chunk([6, 7], (0, 2, 2), finish="stop"), lambda: None)

@@ -42,11 +42,13 @@ def keep(held: AnsweredTurns, one: Turn, *, tenant: TenantId = ALICE, request: s
 def test_an_answer_is_kept_for_a_time_after_its_last_client_left() -> None:
     held, one = answered(keep_s=10), turn("r")
     keep(held, one)
-    assert held.find(one.key, now=1000) is one, "its client still waits"
+    assert held.find(one.key, now=1000) == (one, one.key), "its client still waits"
     held.left(ALICE, one.key, now=1000)
-    assert held.find(one.key, now=1009) is one
+    assert held.find(one.key, now=1009) == (one, one.key)
     held.given_again(one.key, now=1009)
-    assert held.find(one.key, now=1018) is one, "for as long again after it was given again"
+    assert held.find(one.key, now=1018) == (one, one.key), (
+        "for as long again after it was given again"
+    )
     assert held.find(one.key, now=1028) is None
     assert (one.key in held, held.size_bytes) == (False, 0)
 

@@ -393,3 +393,29 @@ async def test_samples_of_a_request_are_kept_until_the_last_of_them_was_answered
     await gone(slow)
     work.clock.advance_to(1060)
     assert (await serve(turns, named=True, name="r.0"))[0] is not first
+
+
+async def test_a_client_that_comes_back_while_its_turn_gives_way_gets_an_answer() -> None:
+    """It joined the turn that was being ended, and its connection broke without a reply."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    client = serve(turns)
+    await settle()
+    await gone(client)
+    other, back = serve(turns, prompt=2), serve(turns)
+    with pytest.raises(IdInUse, match="'r' is being served with another body"):
+        await back
+    work.goes_on.set()
+    assert (await other)[0].request.token_ids == (2,)
+
+
+async def test_a_run_that_begins_anew_drops_the_answers_of_its_own_job_alone() -> None:
+    work, other = Work(), JobId("other")
+    turns = work.open_turns(rejoin_s=60)
+    work.goes_on.set()
+    first, _ = await serve(turns, named=True)
+    turns._answered.forget(other)
+    assert (await serve(turns, named=True))[0] is first
+    await turns.end_run("another run")
+    turns.begin_run()
+    assert (await serve(turns, named=True))[0] is not first

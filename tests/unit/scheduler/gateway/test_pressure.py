@@ -1,6 +1,9 @@
 """Shares of one bound: no tenant starves another, and what is held stays bounded."""
 
+import asyncio
+import json
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -8,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.platform.tenant_shares import Pressure, TenantShares
-from scheduler.gateway.pressure import connection_room
+from scheduler.gateway import pressure
+from scheduler.gateway.pressure import check_values, connection_room
 
 MOST = 120
 
@@ -75,3 +79,42 @@ def test_held_amounts_stay_within_the_harmonic_bound(steps: list[tuple[str, int,
             continue
         open_.append(held)
         assert shares.held <= MOST * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+
+
+def values_in(value: Any) -> int:
+    """Arrays, objects and members."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(values_in, value.values()))
+    return 1 + sum(map(values_in, value)) if isinstance(value, list) else 0
+
+
+TEXT = st.text('"\\\\[{:,a', max_size=6)
+JSON = st.recursive(
+    TEXT | st.integers(0, 9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+)
+
+
+@given(value=JSON, piece_bytes=st.integers(1, 8))
+async def test_the_values_of_a_body_are_counted_and_its_text_is_not(
+    value: Any, piece_bytes: int
+) -> None:
+    body, count = json.dumps(value).encode(), values_in(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pressure, "_LARGE_BYTES", 0)
+        patch.setattr(pressure, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(pressure, "MOST_VALUES", count)
+        await check_values(body)
+        patch.setattr(pressure, "MOST_VALUES", count - 1)
+        if count:
+            with pytest.raises(web.HTTPRequestEntityTooLarge, match="arrays, objects and members"):
+                await check_values(body)
+
+
+async def test_other_tasks_run_while_the_values_of_a_large_body_are_counted() -> None:
+    body = json.dumps(["[{:" * (1 << 20)] * 4).encode()
+    counting, passes = asyncio.ensure_future(check_values(body)), 0
+    while not counting.done():
+        await asyncio.sleep(0)
+        passes += 1
+    assert passes >= len(body) >> 18

@@ -122,6 +122,12 @@ def test_sampling_masks_that_are_not_one_for_each_token_are_the_engines_fault() 
 
 def test_only_a_finish_reason_of_vllm_ends_an_attempt() -> None:
     for reason in (None, "stop", "length", "repetition", "abort", "error"):
-        check_finish(EngineChoice(finish_reason=reason))
+        check_finish(EngineChoice(finish_reason=reason), tokens_before=1)
     with pytest.raises(EngineLost, match="protocol: finish reason 'wat'"):
-        check_finish(EngineChoice(finish_reason="wat"))
+        check_finish(EngineChoice(finish_reason="wat"), tokens_before=1)
+
+
+def test_a_stop_before_the_first_token_is_no_answer() -> None:
+    check_finish(EngineChoice([7], finish_reason="stop"), tokens_before=0)
+    with pytest.raises(EngineLost, match="protocol: a stop before the first token"):
+        check_finish(EngineChoice(finish_reason="stop"), tokens_before=0)

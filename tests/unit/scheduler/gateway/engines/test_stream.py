@@ -31,6 +31,30 @@ def test_gives_the_same_tokens_however_the_bytes_are_cut(tokens, cuts) -> None:
     assert stream.done
 
 
+@pytest.mark.parametrize("before", [b": ping\n", b": ping - 1\r\n\r\n", b":\n:\n", b"\n"])
+def test_a_comment_that_a_proxy_puts_before_an_event_costs_no_token(before: bytes) -> None:
+    """A token that is missing in the middle of an output shows nowhere."""
+    raw = _event(1) + before + _event(2) + _event(3).replace(b"data: ", b"data:")
+    assert [chunk.choices[0].token_ids for chunk in EventStream().feed(raw)] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"event: message\n" + _event(2),
+        b"\xef\xbb\xbf" + _event(2),
+        b"id: 2\n\n",
+        _event(2)[:-2] + b"\n" + _event(3),
+        _event(2).replace(b'"choices": [', b'"choices": [{},').replace(b"[{", b"[{},{", 1),
+    ],
+)
+def test_an_event_that_is_no_chunk_is_a_broken_stream(event: bytes) -> None:
+    stream = EventStream()
+    assert [chunk.choices[0].token_ids for chunk in stream.feed(_event(1))] == [[1]]
+    with pytest.raises(PeerProtocolError):
+        list(stream.feed(event))
+
+
 def test_an_error_event_is_a_chunk_with_an_error() -> None:
     (chunk,) = EventStream().feed(b'data: {"error": {"message": "boom"}}\n\n')
     assert chunk.fault == "boom"
