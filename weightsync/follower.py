@@ -20,7 +20,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits
 from weightsync.encoding.delta import apply_all
-from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
+from weightsync.layout.apply_journal import Applying, Digests, Held
 from weightsync.receive.checkpoint_directory import CheckpointDirectory
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
@@ -164,12 +164,9 @@ class Follower(AbstractContextManager["Follower"]):
         record, checkpoint = self._directory.record, self._directory.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
             return 0, 0
-        needed = repairs(record, self._directory.digests)
-        if Repair.REWRITE in needed.values() or needed.keys() != self._directory.digests.keys():
+        behind = record.behind(self._directory.digests)
+        if behind is None or self._directory.contents_hash(record.after) != record.contents_hash:
             return 0, 0
-        if self._directory.contents_hash(record.after) != record.contents_hash:
-            return 0, 0
-        behind = [name for name, what in needed.items() if what is Repair.ROLL_FORWARD]
         size_bytes = 0
         try:
             if behind:
