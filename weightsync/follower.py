@@ -24,6 +24,7 @@ from weightsync.layout.apply_journal import Applying, Digests, Held
 from weightsync.receive.checkpoint_directory import CheckpointDirectory
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
+from weightsync.transport.directory import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,15 @@ class Follower(AbstractContextManager["Follower"]):
         clock: Clock | None = None,
     ) -> None:
         """Raises ConfigError if the directory has another owner or holds other weights."""
+        if not isinstance(receiver, Receiver):
+            raise ConfigError(f"receiver {receiver!r}: give Receiver(store)")
         if receiver.is_partial:
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
-            self._directory = CheckpointDirectory(Path(directory), self._pool)
+            self._directory = CheckpointDirectory(local_path(directory), self._pool)
         except BaseException:
             self._pool.shutdown()
             raise

@@ -39,7 +39,8 @@ class WritableDirectory:
     """`write` is how a file is written: tests replace it to crash at a chosen byte."""
 
     def __init__(self, root: Path, *, write: FileWriter = write_durably) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        with refusals(root):
+            root.mkdir(parents=True, exist_ok=True)
         self._root = root
         self._write = _refusing(write, root)
         self.ranks_dir: Path | None = root
@@ -82,7 +83,8 @@ class DirectoryWriter:
         self._root = root
         self._write = write
         taken = f"{root} has a publisher already: stop it or use another"
-        self._lock = locked(root / _LOCK_FILE, taken=taken)
+        with refusals(root):
+            self._lock = locked(root / _LOCK_FILE, taken=taken)
         self._owner = secrets.token_hex(16).encode()
         try:
             with refusals(root):

@@ -1,19 +1,24 @@
 """A publisher's settings that most trainers leave as they are, checked where they are given.
 
-Every error is a ConfigError that names the field.
+Every error is a ConfigError that names the field and its value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import Encoding
+from weightsync.transport.directory import local_path
 
 MAX_ANCHOR_EVERY = 25
-_MAX_VERSION = 10**15
+_MAX_VERSION = 10**15 - 1
+_PUBLISHED = (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
+_FROM_1 = "use a number from 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +43,17 @@ class VersionSettings:
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 
     def __post_init__(self) -> None:
-        if self.anchor_every not in range(1, MAX_ANCHOR_EVERY + 1):
-            raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
-        if not (isinstance(self.first_version, int) and 1 <= self.first_version < _MAX_VERSION):
-            raise ConfigError(f"first_version {self.first_version!r}: use a number from 1")
-        _check_positive(self, "keep_versions")
-        if self.max_bytes is not None:
-            _check_positive(self, "max_bytes")
-        for field in ("skip_deltas", "check_finite"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} {getattr(self, field)!r}: use True or False")
-        if self.encoding not in {Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE}:
-            raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
+        whole = "use a whole number from 1"
+        most = MAX_ANCHOR_EVERY
+        _check(self, f"{whole} to {most}", lambda n: is_whole(n, 1, most), "anchor_every")
+        _check(self, whole, lambda n: is_whole(n, 1, _MAX_VERSION), "first_version")
+        _check(self, _FROM_1, _is_number, "keep_versions")
+        _check(self, _FROM_1, _or_none(_is_number), "max_bytes")
+        _check(self, "use True or False", _is_a(bool), "skip_deltas", "check_finite")
+        known = "use rosemux, xor or overwrite (anchors are dense anyway)"
+        _check(self, known, _PUBLISHED.__contains__, "encoding")
         object.__setattr__(self, "encoding", Encoding(self.encoding))
+        object.__setattr__(self, "first_version", int(self.first_version))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +70,14 @@ class WorkSettings:
     clock: Clock = MonotonicClock()  # noqa: RUF009 - it has no state
 
     def __post_init__(self) -> None:
-        _check_positive(self, "threads", "in_flight_bytes", "shard_bytes")
-        _check_directory("copy_dir", self.copy_dir)
+        _check(self, _FROM_1, _is_number, "threads", "in_flight_bytes", "shard_bytes")
+        _check(self, "give a directory", _or_none(_is_a(Path, str)), "copy_dir")
+        _check(self, "give an object with now()", lambda clock: hasattr(clock, "now"), "clock")
 
     @property
     def spool_dir(self) -> Path | None:
         """`copy_dir` as a path: files that are too large for the memory wait there too."""
-        return None if self.copy_dir is None else Path(self.copy_dir)
+        return None if self.copy_dir is None else local_path(self.copy_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +91,9 @@ class ExchangeSettings:
     """Bound on rank 0's wait for the slowest rank."""
 
     def __post_init__(self) -> None:
-        given = self.rank_timeout_s
-        if not (isinstance(given, int | float) and 0 < given < inf):
-            raise ConfigError(f"rank_timeout_s {given!r}: use a number of seconds above 0")
-        _check_directory("ranks_dir", self.ranks_dir)
+        seconds = "use a number of seconds above 0"
+        _check(self, seconds, lambda s: _is_a(Real)(s) and 0 < s < inf, "rank_timeout_s")
+        _check(self, "give a directory", _or_none(_is_a(Path, str)), "ranks_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class AnnounceSettings:
         for url in self.urls:
             if not isinstance(url, str):
                 raise ConfigError(f"announce: {url!r} is no job's URL: give strings")
+        _check(self, "give a file", _or_none(_is_a(Path, str)), "token_file", "ca_file")
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -121,13 +125,24 @@ class AnnounceSettings:
         return tuple(filter(None, jobs))
 
 
-def _check_positive(settings: VersionSettings | WorkSettings, *fields: str) -> None:
+def _check(settings: object, remedy: str, fits: Callable[[Any], bool], *fields: str) -> None:
     for field in fields:
-        value = getattr(settings, field)
-        if not (isinstance(value, int | float) and value >= 1):
-            raise ConfigError(f"{field} {value!r}: use a number from 1")
+        if not fits(value := getattr(settings, field)):
+            raise ConfigError(f"{field} {value!r}: {remedy}")
 
 
-def _check_directory(field: str, given: object) -> None:
-    if not (given is None or isinstance(given, Path | str)):
-        raise ConfigError(f"{field} {given!r}: give a directory")
+def _is_a(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) >= 1
+
+
+def is_whole(value: Any, least: int, most: float) -> bool:
+    """Whether it is a whole number from `least` to `most`, of Python or numpy."""
+    return isinstance(value, Integral) and least <= int(value) <= most
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)

@@ -44,7 +44,7 @@ class ShardCopy:
             if record and record.chunk_bytes
             else None
         )
-        """Those to fetch yet; None without digests of its parts, and once all of it is here."""
+        """Chunks still to be fetched; None without digests of parts, and once the whole is here."""
         self.staged = staged
         self._piece_bytes = piece_bytes
         self._missing = missing

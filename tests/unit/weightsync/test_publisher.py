@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
+from weightsync.follower import Follower
 from weightsync.layout.durable import write_durably
 from weightsync.publish.directory_writer import DirectoryWriter, WritableDirectory
 from weightsync.publish.settings import (
@@ -27,6 +29,7 @@ from weightsync.publish.settings import (
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.location import StoreRoot
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -481,7 +484,8 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        (VersionSettings, {"encoding": "foo"}, "use rosemux, xor or overwrite"),
+        (VersionSettings, {"encoding": "foo"}, "encoding 'foo': use rosemux, xor or overwrite"),
+        (VersionSettings, {"encoding": []}, r"encoding \[\]: use rosemux"),
         (ExchangeSettings, {"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
         (ExchangeSettings, {"rank_timeout_s": -1.0}, "rank_timeout_s -1"),
         (VersionSettings, {"max_bytes": -1}, "max_bytes -1: use a number from 1"),
@@ -489,8 +493,11 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (WorkSettings, {"in_flight_bytes": 0}, "in_flight_bytes 0: use a number from 1"),
         (WorkSettings, {"shard_bytes": 0}, "shard_bytes 0: use a number from 1"),
         (VersionSettings, {"keep_versions": math.nan}, "keep_versions nan: use a number from 1"),
-        (VersionSettings, {"anchor_every": 2.5}, "anchor_every must be a whole number"),
-        (VersionSettings, {"anchor_every": "10"}, "anchor_every must be a whole number"),
+        (VersionSettings, {"anchor_every": 2.5}, "anchor_every 2.5: use a whole number from"),
+        (VersionSettings, {"anchor_every": "10"}, "anchor_every '10': use a whole number from 1"),
+        (VersionSettings, {"first_version": 1.0}, "first_version 1.0: use a whole number from 1"),
+        (WorkSettings, {"clock": 3}, r"clock 3: give an object with now\(\)"),
+        (Publisher.Announce, {"jobs": (), "token_file": 3}, "token_file 3: give a file"),
         (WorkSettings, {"threads": "2"}, "threads '2'"),
         (WorkSettings, {"shard_bytes": None}, "shard_bytes None: use a number from 1"),
         (WorkSettings, {"copy_dir": 3}, "copy_dir 3: give a directory"),
@@ -517,6 +524,9 @@ def test_a_setting_that_cannot_be_meant_is_refused_at_once(
         ({"versions": {"anchor_every": 10}}, r"versions: use Publisher\.Versions\("),
         ({"work": Publisher.Versions()}, r"work: use Publisher\.Work\("),
         ({"exchange": None}, r"exchange: use Publisher\.Exchange\("),
+        ({"adapter": {"r": 8}}, r"adapter \{'r': 8\}: use Adapter\(base, config\)"),
+        ({"rank": "0"}, "rank '0' of ranks=1"),
+        ({"ranks": 2.0}, "rank 0 of ranks=2.0"),
     ],
 )
 def test_settings_of_another_kind_are_refused(
@@ -525,6 +535,53 @@ def test_settings_of_another_kind_are_refused(
     with pytest.raises(ConfigError, match=message):
         Publisher(tmp_path / "store", **given)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("store", [3, None, b"/srv/weights"])
+def test_a_store_that_is_no_location_is_refused(store: Any) -> None:
+    for opened in (Publisher, Receiver):
+        with pytest.raises(ConfigError, match=f"store {store!r}: give its directory or URL"):
+            opened(store)
+
+
+def test_settings_take_the_whole_numbers_of_numpy(tmp_path: Path) -> None:
+    five = np.int64(5)
+    settings = VersionSettings(anchor_every=five, keep_versions=five, first_version=five)  # type: ignore[arg-type]
+    with Publisher(tmp_path, versions=settings) as publisher:
+        assert repr(publisher.publish({"w": torch.ones(2)}).version) == "5"
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    with Publisher("~/job-a", work=WorkSettings(copy_dir="~/copies")) as publisher:
+        publisher.publish({"w": torch.ones(2)})
+    with Follower(Receiver("~/job-a"), Path("~/policy")) as follower:
+        follower.pull()
+    assert {path.name for path in home.iterdir()} == {"job-a", "copies", "policy"}
+    assert StoreRoot("~").names() == ("copies", "job-a", "policy")
+    assert not [*elsewhere.iterdir()]
+    with pytest.raises(ConfigError, match="~nobody-by-this-name/x: "):
+        Publisher("~nobody-by-this-name/x")
+
+
+@pytest.mark.parametrize("part", ["store", "copies", "ranks"])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, part: str) -> None:
+    places = {name: tmp_path / name for name in ("store", "copies", "ranks")}
+    places[part].write_text("a file")
+    settings: dict[str, Any] = {
+        "work": WorkSettings(copy_dir=places["copies"]),
+        "exchange": ExchangeSettings(ranks_dir=places["ranks"]),
+        "ranks": 2,
+    }
+    with pytest.raises(ConfigError, match=f"cannot write to {places[part]}") as refused:
+        Publisher(places["store"], **settings)
+    places[part].unlink()
+    # The store is free again, although the error and what it refers to are still there.
+    Publisher(places["store"], **settings).close()
+    assert refused.value
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, math.nan, "x"])
