@@ -26,6 +26,9 @@ from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
 from weightsync.transport.directory import local_path
 
+_ATTEMPTS = 3
+"""Newer versions to which a pull may give way, each read from its beginning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
@@ -130,7 +133,7 @@ class Follower(AbstractContextManager["Follower"]):
         if self.held is None:
             self._directory.examine()
             rolled, rolled_bytes = self._roll_forward()
-        coming = self._coming(self._target(version))
+        coming = self._newest_coming() if version is None else self._coming(version)
         plan = coming.staged.plan
         written = self._advance(coming)
         held = self._directory.end(plan.target, coming.state_hash, coming.digests)
@@ -145,9 +148,18 @@ class Follower(AbstractContextManager["Follower"]):
             seconds=self._clock.now() - started,
         )
 
-    def _target(self, version: WeightVersion | None) -> WeightVersion:
-        if version is not None:
-            return version
+    def _newest_coming(self) -> _Coming:
+        """The newest state; one that was pruned while it was read gives way to a newer one."""
+        for _ in range(_ATTEMPTS):
+            target = self._target()
+            try:
+                return self._coming(target)
+            except Stale:
+                if self._target() == target:
+                    raise
+        return self._coming(self._target())
+
+    def _target(self) -> WeightVersion:
         newest = self.newest()
         if newest is None:
             raise ConfigError(

@@ -156,10 +156,12 @@ class DirectoryWriter:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sizes(self) -> dict[VersionRef, int]:
-        return {
-            ref: sum(file.stat().st_size for file in (self._root / ref.directory).iterdir())
-            for ref in self.refs()
-        }
+        with refusals(self._root):
+            # Nothing is in a file, or behind a dead link, that has a version's name.
+            return {
+                ref: sum(file.stat().st_size for file in (self._root / ref.directory).glob("*"))
+                for ref in self.refs()
+            }
 
     def sweep(self) -> None:
         if not self._is_owner():
@@ -168,7 +170,8 @@ class DirectoryWriter:
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
-                leftover.unlink()
+                with refusals(self._root):
+                    leftover.unlink(missing_ok=True)
 
     def _is_owner(self) -> bool:
         # Reopened: a network file system then asks the server.

@@ -112,8 +112,8 @@ class Store:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
 
-    def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
-        """Versions that need no base; unreadable directories are skipped."""
+    def full_checkpoints(self, refs: Iterable[VersionRef]) -> set[VersionRef]:
+        """Those of the directories that need no base; unreadable ones are skipped."""
 
         def is_full(ref: VersionRef) -> bool:
             try:
@@ -123,11 +123,9 @@ class Store:
 
         listed = [ref for ref in refs if ref.kind is not Kind.SKIP]
         with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
-            return frozenset(
-                ref.version
-                for ref, full in zip(listed, pool.map(is_full, listed), strict=True)
-                if full
-            )
+            return {
+                ref for ref, full in zip(listed, pool.map(is_full, listed), strict=True) if full
+            }
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """Bytes that a receiver reads to take this version."""

@@ -3,6 +3,7 @@
 import errno
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -333,6 +334,51 @@ def test_a_large_delta_is_several_files(
     count = len(shards)
     assert shards == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     assert same(_received(tmp_path, 3, states[0]), states[2])
+
+
+def test_a_number_is_not_used_again_where_the_newest_versions_were_deleted(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    with Publisher(tmp_path) as publisher:
+        for state in states[:3]:
+            publisher.publish(state)
+    for lost in ("weight_v000002", "weight_v000003"):
+        shutil.rmtree(tmp_path / lost)
+    with Publisher(tmp_path) as publisher:
+        assert publisher.publish(states[3]).version == 4
+    assert same(_received(tmp_path, 4, states[0]), states[3])
+
+
+def test_a_full_checkpoint_that_was_deleted_is_made_again_and_no_chain_begins_with_it(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    settings = VersionSettings(anchor_every=4, keep_versions=2, skip_deltas=False)
+
+    def anchors() -> set[str]:
+        return {path.name for path in tmp_path.glob("anchor_*")}
+
+    with Publisher(tmp_path, versions=settings) as publisher:
+        for state in states[:6]:
+            publisher.publish(state)
+        assert anchors() == {"anchor_v000005"}
+        shutil.rmtree(tmp_path / "anchor_v000005")
+        publisher.publish(states[6])
+        assert (tmp_path / "weight_v000005").exists(), "nothing is left to begin with"
+        publisher.publish(states[7])
+    assert anchors() == {"anchor_v000008"}
+    assert same(_received(tmp_path, 8, states[0]), states[7])
+
+
+@pytest.mark.parametrize("stray", ["a file", "a dead link"])
+def test_a_stray_file_with_a_version_s_name_stops_no_publish(
+    tmp_path: Path, states: tuple[State, ...], same: Same, stray: str
+) -> None:
+    with Publisher(tmp_path, versions=VersionSettings(max_bytes=1 << 30)) as publisher:
+        publisher.publish(states[0])
+        path = tmp_path / "weight_v000009"
+        path.write_text("x") if stray == "a file" else path.symlink_to("nowhere")
+        assert publisher.publish(states[1]).version == 2
+    assert same(_received(tmp_path, 2, states[0]), states[1])
 
 
 def _store_bytes(store: Path) -> int:
