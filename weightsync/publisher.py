@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
-from math import inf
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +39,7 @@ from weightsync.publish.settings import (
     ExchangeSettings,
     VersionSettings,
     WorkSettings,
-    is_whole,
+    check_rank,
 )
 from weightsync.publish.share import RankShare
 from weightsync.publish.skip_deltas import SkipDeltaWriter
@@ -100,8 +99,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         work: WorkSettings = WorkSettings(),
         exchange: ExchangeSettings = ExchangeSettings(),
     ) -> None:
-        if not (is_whole(ranks, 1, inf) and is_whole(rank, 0, ranks - 1)):
-            raise ConfigError(f"rank {rank!r} of ranks={ranks!r}: use one from 0 to ranks - 1")
+        check_rank(rank, ranks)
         if not isinstance(adapter, Adapter | None):
             raise ConfigError(f"adapter {adapter!r}: use Adapter(base, config)")
         for name, given, kind in (

@@ -16,7 +16,7 @@ from weightsync.encoding.codec import Encoding
 from weightsync.transport.directory import local_path
 
 MAX_ANCHOR_EVERY = 25
-_MAX_VERSION = 10**15 - 1
+_MAX_VERSION = 10**15
 _PUBLISHED = (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
 _FROM_1 = "use a number from 1"
 
@@ -43,15 +43,14 @@ class VersionSettings:
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 
     def __post_init__(self) -> None:
-        whole = "use a whole number from 1"
-        most = MAX_ANCHOR_EVERY
-        _check(self, f"{whole} to {most}", lambda n: is_whole(n, 1, most), "anchor_every")
-        _check(self, whole, lambda n: is_whole(n, 1, _MAX_VERSION), "first_version")
-        _check(self, _FROM_1, _is_number, "keep_versions")
-        _check(self, _FROM_1, _or_none(_is_number), "max_bytes")
-        _check(self, "use True or False", _is_a(bool), "skip_deltas", "check_finite")
+        whole, most = "use a whole number from 1", MAX_ANCHOR_EVERY
+        _check(self, f"{whole} to {most}", Integral, "anchor_every", fits=lambda n: 1 <= n <= most)
+        _check(self, whole, Integral, "first_version", fits=lambda n: 1 <= n < _MAX_VERSION)
+        _check(self, _FROM_1, Real, "keep_versions", fits=_is_from_1)
+        _check(self, _FROM_1, Real | None, "max_bytes", fits=lambda n: n is None or n >= 1)
+        _check(self, "use True or False", bool, "skip_deltas", "check_finite")
         known = "use rosemux, xor or overwrite (anchors are dense anyway)"
-        _check(self, known, _PUBLISHED.__contains__, "encoding")
+        _check(self, known, str, "encoding", fits=_PUBLISHED.__contains__)
         object.__setattr__(self, "encoding", Encoding(self.encoding))
         object.__setattr__(self, "first_version", int(self.first_version))
 
@@ -70,9 +69,9 @@ class WorkSettings:
     clock: Clock = MonotonicClock()  # noqa: RUF009 - it has no state
 
     def __post_init__(self) -> None:
-        _check(self, _FROM_1, _is_number, "threads", "in_flight_bytes", "shard_bytes")
-        _check(self, "give a directory", _or_none(_is_a(Path, str)), "copy_dir")
-        _check(self, "give an object with now()", lambda clock: hasattr(clock, "now"), "clock")
+        _check(self, _FROM_1, Real, "threads", "in_flight_bytes", "shard_bytes", fits=_is_from_1)
+        _check(self, "give a directory", Path | str | None, "copy_dir")
+        _check(self, "give a clock", object, "clock", fits=lambda clock: hasattr(clock, "now"))
 
     @property
     def spool_dir(self) -> Path | None:
@@ -92,8 +91,8 @@ class ExchangeSettings:
 
     def __post_init__(self) -> None:
         seconds = "use a number of seconds above 0"
-        _check(self, seconds, lambda s: _is_a(Real)(s) and 0 < s < inf, "rank_timeout_s")
-        _check(self, "give a directory", _or_none(_is_a(Path, str)), "ranks_dir")
+        _check(self, seconds, Real, "rank_timeout_s", fits=lambda s: 0 < s < inf)
+        _check(self, "give a directory", Path | str | None, "ranks_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +107,12 @@ class AnnounceSettings:
     """Certificates to trust besides the system's."""
 
     def __post_init__(self) -> None:
-        given: object = self.jobs
-        if isinstance(given, bytes) or not isinstance(given, Sequence):
-            raise ConfigError(
-                f"announce {given!r}: give the job's URL at each gateway, or leave out"
-            )
+        announce = "give announce the job's URL at each gateway, or leave it out"
+        _check(self, announce, Sequence, "jobs", fits=lambda jobs: not isinstance(jobs, bytes))
         for url in self.urls:
             if not isinstance(url, str):
                 raise ConfigError(f"announce: {url!r} is no job's URL: give strings")
-        _check(self, "give a file", _or_none(_is_a(Path, str)), "token_file", "ca_file")
+        _check(self, "give a file", Path | str | None, "token_file", "ca_file")
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -125,24 +121,23 @@ class AnnounceSettings:
         return tuple(filter(None, jobs))
 
 
-def _check(settings: object, remedy: str, fits: Callable[[Any], bool], *fields: str) -> None:
+def check_rank(rank: Any, ranks: Any) -> None:
+    if not (isinstance(rank, Integral) and isinstance(ranks, Integral) and 0 <= rank < ranks):  # type: ignore[operator]
+        raise ConfigError(f"rank {rank!r} of ranks={ranks!r}: use one from 0 to ranks - 1")
+
+
+def _check(
+    settings: object,
+    remedy: str,
+    kinds: Any,
+    *fields: str,
+    fits: Callable[[Any], bool] = lambda _: True,
+) -> None:
     for field in fields:
-        if not fits(value := getattr(settings, field)):
+        value = getattr(settings, field)
+        if not (isinstance(value, kinds) and fits(value)):
             raise ConfigError(f"{field} {value!r}: {remedy}")
 
 
-def _is_a(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and float(value) >= 1
-
-
-def is_whole(value: Any, least: int, most: float) -> bool:
-    """Whether it is a whole number from `least` to `most`, of Python or numpy."""
-    return isinstance(value, Integral) and least <= int(value) <= most
-
-
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
+def _is_from_1(value: Any) -> bool:
+    return bool(value >= 1)

@@ -39,11 +39,8 @@ class ShardCopy:
         self._path = path
         self._size_bytes = size_bytes
         self._record = record
-        self._chunks = (
-            ChunkMap(size_bytes, chunk_bytes=record.chunk_bytes)
-            if record and record.chunk_bytes
-            else None
-        )
+        chunk_bytes = record.chunk_bytes if record else 0
+        self._chunks = ChunkMap(size_bytes, chunk_bytes=chunk_bytes) if chunk_bytes else None
         """Chunks still to be fetched; None without digests of parts, and once the whole is here."""
         self.staged = staged
         self._piece_bytes = piece_bytes

@@ -10,6 +10,7 @@ Readers believe a RoseMux directory only if READY is in it. Never writes anythin
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
@@ -113,7 +114,7 @@ class Store:
         return manifest
 
     def full_checkpoints(self, refs: Iterable[VersionRef]) -> set[VersionRef]:
-        """Those of the directories that need no base; unreadable ones are skipped."""
+        """Directories that need no base; unreadable ones are skipped."""
 
         def is_full(ref: VersionRef) -> bool:
             try:
@@ -123,9 +124,7 @@ class Store:
 
         listed = [ref for ref in refs if ref.kind is not Kind.SKIP]
         with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
-            return {
-                ref for ref, full in zip(listed, pool.map(is_full, listed), strict=True) if full
-            }
+            return {*compress(listed, pool.map(is_full, listed))}
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """Bytes that a receiver reads to take this version."""

@@ -171,7 +171,7 @@ def _index(directory: Path) -> _Index:
 
 def _mapped(path: Path) -> np.memmap:
     if path.is_symlink():
-        raise Corrupt(f"{path} is a link: what it leads to is another's")
+        raise Corrupt(f"{path} is a link: a follower changes files of its directory alone")
     try:
         return np.memmap(path, dtype=np.uint8, mode="r+")
     except (OSError, ValueError) as error:

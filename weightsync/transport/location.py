@@ -55,14 +55,12 @@ class StoreRoot:
         if isinstance(location, str):
             # fsspec would follow links out of a store.
             location = location.removeprefix("file://").rstrip("/") or "/"
-        self._location = location
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
-        if self._is_local:
-            self._location = local_path(location)
-            if not self._location.is_dir():
-                raise ConfigError(f"{location} is no directory: give the one that holds the stores")
+        self._location = local_path(location) if self._is_local else location
+        if isinstance(self._location, Path) and not self._location.is_dir():
+            raise ConfigError(f"{location} is no directory: give the one that holds the stores")
 
     def __str__(self) -> str:
         return str(self._location)

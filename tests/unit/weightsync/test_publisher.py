@@ -470,6 +470,20 @@ def test_a_publisher_has_eight_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "a NoneType: pass a state dict"),
+        ([torch.zeros(2, 3)], "a Tensor is no pair of name and tensor"),
+        (torch.nn.Linear(2, 2).parameters(), r"a Parameter is no pair .*`named_parameters\(\)`"),
+        ([("w", torch.zeros(2), 1)], "a tuple is no pair of name and tensor"),
+    ],
+)
+def test_a_state_without_names_is_refused(tmp_path: Path, state: Any, message: str) -> None:
+    with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match=message):
+        publisher.publish(state)
+
+
 def test_a_full_disk_is_exhausted_and_changes_nothing(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
@@ -542,7 +556,7 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (VersionSettings, {"anchor_every": 2.5}, "anchor_every 2.5: use a whole number from"),
         (VersionSettings, {"anchor_every": "10"}, "anchor_every '10': use a whole number from 1"),
         (VersionSettings, {"first_version": 1.0}, "first_version 1.0: use a whole number from 1"),
-        (WorkSettings, {"clock": 3}, r"clock 3: give an object with now\(\)"),
+        (WorkSettings, {"clock": 3}, "clock 3: give a clock"),
         (Publisher.Announce, {"jobs": (), "token_file": 3}, "token_file 3: give a file"),
         (WorkSettings, {"threads": "2"}, "threads '2'"),
         (WorkSettings, {"shard_bytes": None}, "shard_bytes None: use a number from 1"),
@@ -551,8 +565,8 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (VersionSettings, {"skip_deltas": "no"}, "skip_deltas 'no': use True or False"),
         (VersionSettings, {"check_finite": None}, "check_finite None: use True or False"),
         (ExchangeSettings, {"ranks_dir": 3}, "ranks_dir 3: give a directory"),
-        (Publisher.Announce, {"jobs": None}, "announce None: give the job's URL"),
-        (Publisher.Announce, {"jobs": b"http"}, "announce b'http'"),
+        (Publisher.Announce, {"jobs": None}, "jobs None: give announce the job's URL"),
+        (Publisher.Announce, {"jobs": b"http"}, "jobs b'http'"),
         (Publisher.Announce, {"jobs": ["http://g/v1/jobs/a", 3]}, "announce: 3 is no job's URL"),
         (ExchangeSettings, {"rank_timeout_s": "60"}, "rank_timeout_s '60'"),
     ],
