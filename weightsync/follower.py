@@ -26,9 +26,6 @@ from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
 from weightsync.transport.directory import local_path
 
-_ATTEMPTS = 3
-"""Newer versions to which a pull may give way, each read from its beginning."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
@@ -150,7 +147,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _newest_coming(self) -> _Coming:
         """The newest state; one that was pruned while it was read gives way to a newer one."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(3):  # Each version is read from its beginning.
             target = self._target()
             try:
                 return self._coming(target)

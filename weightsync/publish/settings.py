@@ -5,20 +5,24 @@ Every error is a ConfigError that names the field and its value.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from numbers import Integral, Real
+from operator import le
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import Encoding
+from weightsync.layout.names import MAX_VERSION
 from weightsync.transport.directory import local_path
 
 MAX_ANCHOR_EVERY = 25
-_MAX_VERSION = 10**15
 _PUBLISHED = (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
+_Rule: TypeAlias = Callable[[Any], bool]
 _FROM_1 = "use a number from 1"
+_is_from_1: _Rule = partial(le, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class VersionSettings:
     def __post_init__(self) -> None:
         whole, most = "use a whole number from 1", MAX_ANCHOR_EVERY
         _check(self, f"{whole} to {most}", Integral, "anchor_every", fits=lambda n: 1 <= n <= most)
-        _check(self, whole, Integral, "first_version", fits=lambda n: 1 <= n < _MAX_VERSION)
+        _check(self, whole, Integral, "first_version", fits=lambda n: 1 <= n <= MAX_VERSION)
         _check(self, _FROM_1, Real, "keep_versions", fits=_is_from_1)
         _check(self, _FROM_1, Real | None, "max_bytes", fits=lambda n: n is None or n >= 1)
         _check(self, "use True or False", bool, "skip_deltas", "check_finite")
@@ -127,17 +131,9 @@ def check_rank(rank: Any, ranks: Any) -> None:
 
 
 def _check(
-    settings: object,
-    remedy: str,
-    kinds: Any,
-    *fields: str,
-    fits: Callable[[Any], bool] = lambda _: True,
+    settings: object, remedy: str, kinds: Any, *fields: str, fits: _Rule = lambda _: True
 ) -> None:
     for field in fields:
         value = getattr(settings, field)
         if not (isinstance(value, kinds) and fits(value)):
             raise ConfigError(f"{field} {value!r}: {remedy}")
-
-
-def _is_from_1(value: Any) -> bool:
-    return bool(value >= 1)

@@ -22,7 +22,7 @@ from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import combined
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import INDEX_FORMAT, IndexSection, Manifest, encoded_manifest
-from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_VERSION, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
     PublishOrder,
@@ -59,10 +59,11 @@ class VersionWriter:
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
         latest, fulls = self._latest(), writer.store.full_checkpoints(writer.refs())
-        # An orphan newer than LATEST keeps its number, and so does a LATEST whose directory is
-        # gone: numbers are never reused.
+        # Numbers are never reused: not an orphan's above LATEST, nor that of a LATEST that is gone.
         least = WeightVersion(settings.first_version - 1)
         self._newest = max(writer.newest(), latest or least, least)
+        if self._newest >= MAX_VERSION:
+            raise ConfigError(f"{writer.store} has a version {self._newest}: numbers end there")
         self._check_kind(latest)
         # No version builds on an orphan, so no chain begins with an orphan.
         self._fulls = {ref for ref in fulls if latest is None or ref.version <= latest}

@@ -369,6 +369,19 @@ def test_a_full_checkpoint_that_was_deleted_is_made_again_and_no_chain_begins_wi
     assert same(_received(tmp_path, 8, states[0]), states[7])
 
 
+@pytest.mark.parametrize("last", ["LATEST", "weight_v999999999999999"])
+def test_a_store_without_another_number_is_refused(tmp_path: Path, last: str) -> None:
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"w": torch.ones(2)})
+    if last == "LATEST":
+        (tmp_path / last).write_text("weight_v999999999999999\n")
+    else:
+        (tmp_path / last).mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has a version 999999999999999: numbers end there"):
+            Publisher(tmp_path)
+
+
 @pytest.mark.parametrize("stray", ["a file", "a dead link"])
 def test_a_stray_file_with_a_version_s_name_stops_no_publish(
     tmp_path: Path, states: tuple[State, ...], same: Same, stray: str
