@@ -21,6 +21,7 @@ from weightsync.reading.memory_budget import STAGING_BYTES
 if TYPE_CHECKING:
     from threading import Event
 
+    from weightsync.follower import Follower, Pulled
     from weightsync.layout.names import VersionRef
     from weightsync.serve.composed_versions import Files
     from weightsync.serve.metrics import TransferMetrics
@@ -196,9 +197,6 @@ def _serve(
         )
     )
 
-
-if TYPE_CHECKING:
-    from weightsync.follower import Follower, Pulled
 
 weights = typer.Typer(add_completion=False, no_args_is_help=True)
 weights.command()(serve)

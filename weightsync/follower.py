@@ -20,10 +20,11 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits
 from weightsync.encoding.delta import apply_all
-from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
+from weightsync.layout.apply_journal import Applying, Digests, Held
 from weightsync.receive.checkpoint_directory import CheckpointDirectory
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
+from weightsync.transport.directory import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,15 @@ class Follower(AbstractContextManager["Follower"]):
         clock: Clock | None = None,
     ) -> None:
         """Raises ConfigError if the directory has another owner or holds other weights."""
+        if not isinstance(receiver, Receiver):
+            raise ConfigError(f"receiver {receiver!r}: give Receiver(store)")
         if receiver.is_partial:
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
-            self._directory = CheckpointDirectory(Path(directory), self._pool)
+            self._directory = CheckpointDirectory(local_path(directory), self._pool)
         except BaseException:
             self._pool.shutdown()
             raise
@@ -127,7 +130,7 @@ class Follower(AbstractContextManager["Follower"]):
         if self.held is None:
             self._directory.examine()
             rolled, rolled_bytes = self._roll_forward()
-        coming = self._coming(self._target(version))
+        coming = self._newest_coming() if version is None else self._coming(version)
         plan = coming.staged.plan
         written = self._advance(coming)
         held = self._directory.end(plan.target, coming.state_hash, coming.digests)
@@ -142,9 +145,18 @@ class Follower(AbstractContextManager["Follower"]):
             seconds=self._clock.now() - started,
         )
 
-    def _target(self, version: WeightVersion | None) -> WeightVersion:
-        if version is not None:
-            return version
+    def _newest_coming(self) -> _Coming:
+        """The newest state; one that was pruned while it was read gives way to a newer one."""
+        for _ in range(3):  # Each version is read from its beginning.
+            target = self._target()
+            try:
+                return self._coming(target)
+            except Stale:
+                if self._target() == target:
+                    raise
+        return self._coming(self._target())
+
+    def _target(self) -> WeightVersion:
         newest = self.newest()
         if newest is None:
             raise ConfigError(
@@ -164,12 +176,9 @@ class Follower(AbstractContextManager["Follower"]):
         record, checkpoint = self._directory.record, self._directory.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
             return 0, 0
-        needed = repairs(record, self._directory.digests)
-        if Repair.REWRITE in needed.values() or needed.keys() != self._directory.digests.keys():
+        behind = record.behind(self._directory.digests)
+        if behind is None or self._directory.contents_hash(record.after) != record.contents_hash:
             return 0, 0
-        if self._directory.contents_hash(record.after) != record.contents_hash:
-            return 0, 0
-        behind = [name for name, what in needed.items() if what is Repair.ROLL_FORWARD]
         size_bytes = 0
         try:
             if behind:

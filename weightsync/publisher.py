@@ -39,12 +39,14 @@ from weightsync.publish.settings import (
     ExchangeSettings,
     VersionSettings,
     WorkSettings,
+    check_rank,
 )
 from weightsync.publish.share import RankShare
 from weightsync.publish.skip_deltas import SkipDeltaWriter
 from weightsync.publish.store_writer import Draft, WritableStore, store_name, writable_store
 from weightsync.publish.trainer_state import PublishedState, TrainerState
 from weightsync.publish.version_writer import VersionWriter
+from weightsync.transport.directory import local_path
 
 if TYPE_CHECKING:
     from weightsync.publish.announcer import Announcer
@@ -97,8 +99,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         work: WorkSettings = WorkSettings(),
         exchange: ExchangeSettings = ExchangeSettings(),
     ) -> None:
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"rank {rank} of ranks={ranks}: use one from 0 to ranks - 1")
+        check_rank(rank, ranks)
+        if not isinstance(adapter, Adapter | None):
+            raise ConfigError(f"adapter {adapter!r}: use Adapter(base, config)")
         for name, given, kind in (
             ("versions", versions, VersionSettings),
             ("work", work, WorkSettings),
@@ -108,11 +111,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 raise ConfigError(f"{name}: use Publisher.{name.capitalize()}(...), not {given!r}")
         self._versions = versions
         self._clock = work.clock
-        self._store = (
-            writable_store(store, spool_dir=work.spool_dir)
-            if isinstance(store, Path | str)
-            else store
-        )
+        self._store = writable_store(store, spool_dir=work.spool_dir)
         self._adapter = adapter
         gateways = (
             announce if isinstance(announce, AnnounceSettings) else AnnounceSettings(announce)
@@ -138,25 +137,26 @@ class Publisher(AbstractContextManager["Publisher"]):
                 undo.callback(writer.close)
                 self._lead = VersionWriter(writer, versions, adapter)
             self._copy = self._opened_copy(work.spool_dir, rank)
+            undo.callback(self._copy.close)
             self._warm_up()
             self._skips = (
                 SkipDeltaWriter(self._store, self._lead, work)
                 if self._lead and versions.skip_deltas and versions.encoding is Encoding.ROSEMUX
                 else None
             )
-            undo.pop_all()
-        # Only now, since rank 0 clears an earlier trainer's messages.
-        self._ranks = (
-            SingleRank()
-            if ranks_dir is None or ranks == 1
-            else RanksByFiles(
-                ranks_dir,
-                rank=rank,
-                ranks=ranks,
-                timeout_s=exchange.rank_timeout_s,
-                clock=work.clock,
+            # Only now, since rank 0 clears an earlier trainer's messages.
+            self._ranks = (
+                SingleRank()
+                if ranks_dir is None or ranks == 1
+                else RanksByFiles(
+                    ranks_dir,
+                    rank=rank,
+                    ranks=ranks,
+                    timeout_s=exchange.rank_timeout_s,
+                    clock=work.clock,
+                )
             )
-        )
+            undo.pop_all()
         self._share = RankShare(self._copy, versions.encoding, work, rank=rank, pool=self._pool)
 
     def __exit__(self, *_: object) -> None:
@@ -361,7 +361,7 @@ def _announcer(
 
 
 def _ranks_dir(store: WritableStore, ranks: int, exchange: ExchangeSettings) -> Path | None:
-    where = store.ranks_dir if exchange.ranks_dir is None else Path(exchange.ranks_dir)
+    where = store.ranks_dir if exchange.ranks_dir is None else local_path(exchange.ranks_dir)
     if ranks > 1 and where is None:
         raise ConfigError(
             "ranks agree through files, which an object store has not: give `ranks_dir` of "

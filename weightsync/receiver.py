@@ -173,6 +173,9 @@ class Receiver:
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
     ) -> Iterator[PullPlan]:
+        given: object = target
+        if not isinstance(given, int):
+            raise ConfigError(f"version {given!r}: give a number; a store has none at first")
         if self.is_partial and (self._written is None or self._written.version != current):
             current = None
         latest = self._store.latest()

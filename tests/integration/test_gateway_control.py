@@ -1,6 +1,7 @@
 """vLLM's RL control routes at the gateway: pauses, versions, and what a fleet does not offer."""
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,24 @@ async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why() 
         engines[0].stage_fault = ""
         status, _ = await gateway.publish(3)
         assert status == 200, "one of them can load it"
+
+
+@pytest.mark.usefixtures("quick_staging")
+async def test_a_refused_publish_whose_caller_has_left_ends_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake, untaken = engine(), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: untaken.append(context))
+    async with gateway_on(fake) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        fake.stage_fault = "version 50 is not published yet"
+        leaving = asyncio.create_task(gateway.publish(50))
+        await gateway.until(lambda: len(fake.staged) > 1)
+        leaving.cancel()
+        await gateway.until(lambda: "nothing was changed" in caplog.text)
+        assert leaving.cancelled()
+    gc.collect()
+    assert not untaken
 
 
 async def test_a_version_that_the_engines_see_a_moment_later_is_published(

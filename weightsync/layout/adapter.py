@@ -45,6 +45,10 @@ class Adapter:
     base: Base
     config: Mapping[str, Any] | _PeftConfig | Path | str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Base):
+            raise ConfigError(f"adapter base {self.base!r}: use Base(store, version, state_hash)")
+
     def config_bytes(self) -> bytes:
         """The file to publish; raises ConfigError where it is not PEFT's."""
         try:

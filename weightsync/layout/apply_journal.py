@@ -5,14 +5,13 @@
 
 One file, replaced atomically and sealed by its own digest. It changes to `applying` before the
 first byte of a tensor changes and back to `held` after the last tensor was verified, so that the
-next start detects a kill in between. `repair` then decides per tensor by digest: a difference (XOR,
+next start detects a kill in between. `behind` then decides per tensor by digest: a difference (XOR,
 units in the last place) is applied only to bits that are still the old ones, so never twice.
 
 Never touches a tensor.
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -63,33 +62,17 @@ class Applying(_State, frozen=True, kw_only=True, tag="applying"):
     format: int = FORMAT
     seal: str = ""
 
+    def behind(self, now: Mapping[str, str]) -> list[str] | None:
+        """The tensors with the base's bits, which take the deltas; the others have the new ones.
+        None if one is torn, or the files have other tensors: they are written anew."""
+        old = [name for name, digest in now.items() if digest != self.after.get(name)]
+        is_whole = now.keys() == self.after.keys() and all(
+            now[name] == self.before.get(name) for name in old
+        )
+        return old if is_whole else None
+
 
 ApplyRecord = Held | Applying
-
-
-class Repair(StrEnum):
-    """Action for one tensor of an interrupted apply."""
-
-    KEEP = "keep"
-    ROLL_FORWARD = "roll_forward"
-    REWRITE = "rewrite"
-
-
-def repair(*, before: str | None, now: str | None, after: str) -> Repair:
-    """Decide by digests: new bits stay, old bits take the delta, all others are rewritten."""
-    if now == after:
-        return Repair.KEEP
-    if now is not None and now == before:
-        return Repair.ROLL_FORWARD
-    return Repair.REWRITE
-
-
-def repairs(record: Applying, now: Mapping[str, str]) -> dict[str, Repair]:
-    """`repair` for every tensor of the version that was being applied."""
-    return {
-        name: repair(before=record.before.get(name), now=now.get(name), after=after)
-        for name, after in record.after.items()
-    }
 
 
 def encoded_record(record: ApplyRecord) -> bytes:

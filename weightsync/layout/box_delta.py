@@ -38,11 +38,6 @@ def box_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
     return box_deltas(delta, [box], width_bytes)[0]
 
 
-def box_deltas(delta: Delta, boxes: Sequence[SliceRecord], width_bytes: int) -> list[Delta]:
-    """`box_delta` for each of several boxes."""
-    return _cut(delta, boxes, width_bytes) if boxes else []
-
-
 def warm_up() -> None:
     """Compile or load the loops, so that no version waits for them."""
     old = np.zeros(1 << 14, np.uint16)
@@ -57,28 +52,29 @@ def warm_up() -> None:
 
 
 @singledispatch
-def _cut(delta: Delta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
+def box_deltas(delta: Delta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
+    """`box_delta` for each of several boxes."""
     raise NotImplementedError(type(delta).__name__)
 
 
-@_cut.register
+@box_deltas.register
 def _dense(delta: DenseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     return [DenseDelta(box.box(delta.new).flatten()) for box in boxes]
 
 
-@_cut.register
+@box_deltas.register
 def _xor(delta: XorDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     return [XorDelta(box.box(delta.difference).flatten()) for box in boxes]
 
 
-@_cut.register
+@box_deltas.register
 def _planes(delta: PlanesDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     return [
         PlanesDelta(np.stack([box.box(plane).flatten() for plane in delta.planes])) for box in boxes
     ]
 
 
-@_cut.register
+@box_deltas.register
 def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
     elements = (delta.positions // width).astype(np.uint64)
     deltas: list[Delta] = []
@@ -91,7 +87,7 @@ def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) 
     return deltas
 
 
-@_cut.register
+@box_deltas.register
 def _sparse(delta: SparseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
     far = np.empty(delta.far_planes.shape[1], np.uint64)
@@ -100,12 +96,12 @@ def _sparse(delta: SparseDelta, boxes: Sequence[SliceRecord], _width: int) -> li
     return [_streams(box, small, delta.signs, far, delta.far_planes) for box in boxes]
 
 
-@_cut.register
+@box_deltas.register
 def _plain(delta: PlainDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
     return _sparse(delta.opened(width), boxes, width)
 
 
-@_cut.register
+@box_deltas.register
 def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
     found = delta.opened(width)
     small, far, ends = (

@@ -26,10 +26,6 @@ def chunk_bytes_for(size_bytes: int) -> int:
     return chunk
 
 
-def chunk_count(size_bytes: int, chunk_bytes: int) -> int:
-    return -(-size_bytes // chunk_bytes)
-
-
 def chunk_digest(data: Bytes) -> str:
     """xxh3-64 of one chunk, as 16 hexadecimal digits."""
     return str(xxhash.xxh3_64_hexdigest(data.data))
@@ -46,7 +42,7 @@ def fit(digests: str, *, size_bytes: int, chunk_bytes: int) -> bool:
         return digests == ""
     if chunk_bytes < MIN_CHUNK_BYTES or set(digests) - set("0123456789abcdef"):
         return False
-    return len(digests) == _DIGITS * chunk_count(size_bytes, chunk_bytes)
+    return len(digests) == _DIGITS * -(-size_bytes // chunk_bytes)
 
 
 class ChunkDigests:

@@ -4,21 +4,12 @@ Unknown fields are skipped, so that a relay passes on what only newer receivers 
 fields of tensors, of which there may be many. Imports nothing heavy.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
 
 class FileSummary(msgspec.Struct, frozen=True):
     bytes: int
     xxh3_128: str
-
-
-class SectionSummary(msgspec.Struct, frozen=True):
-    format: int
-    state_hash: str
-    bytes_dense: int
-    files: Mapping[str, FileSummary]
 
 
 class IndexMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,7 +21,13 @@ class IndexMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     total_size: int | None = None
 
 
+class SectionSummary(msgspec.Struct, frozen=True):
+    files: msgspec.Raw
+
+
 class IndexSummary(msgspec.Struct, frozen=True):
+    """Its tables are bytes yet: a few kilobytes may be a table of 512 MiB."""
+
     metadata: IndexMetadata
-    weight_map: dict[str, str]
+    weight_map: msgspec.Raw
     rosemux: SectionSummary | None = None

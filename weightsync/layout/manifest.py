@@ -17,12 +17,7 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.chunk_digests import fit
-from weightsync.layout.index_summary import (
-    FileSummary,
-    IndexMetadata,
-    IndexSummary,
-    SectionSummary,
-)
+from weightsync.layout.index_summary import FileSummary, IndexMetadata
 from weightsync.layout.names import MAX_INDEX_BYTES
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table, plain_table
@@ -55,16 +50,21 @@ def _always_written() -> dict[str, Encoding]:
     return {}
 
 
-class IndexSection(SectionSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class IndexSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """RoseMux's additions to an index."""
 
+    format: int
+    state_hash: str
+    bytes_dense: int
     files: dict[str, FileRecord]
     encodings: dict[str, Encoding] = msgspec.field(default_factory=_always_written)
     slices: dict[str, SliceRecord] = msgspec.field(default_factory=dict)
     adapter: AdapterRecord | None = None
 
 
-class _Index(IndexSummary, frozen=True, omit_defaults=True):
+class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
+    metadata: IndexMetadata
+    weight_map: dict[str, str]
     rosemux: IndexSection | None = None
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
     """Tensor checksums of a foreign version whose writer keeps them in its index."""

@@ -14,6 +14,8 @@ READY_FILE = "READY"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "adapter_config.json"
 """File beside the index in a store of LoRA adapters."""
+MAX_VERSION = 10**15 - 1
+"""Numbers of directories have at most fifteen digits."""
 MAX_LATEST_BYTES = 64
 MAX_INDEX_BYTES = 32 << 20
 _DIRECTORY = re.compile(r"(?:(weight|anchor)|skip_v(\d{6,15}))_v(\d{6,15})\Z", re.ASCII)

@@ -39,7 +39,8 @@ class WritableDirectory:
     """`write` is how a file is written: tests replace it to crash at a chosen byte."""
 
     def __init__(self, root: Path, *, write: FileWriter = write_durably) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        with refusals(root):
+            root.mkdir(parents=True, exist_ok=True)
         self._root = root
         self._write = _refusing(write, root)
         self.ranks_dir: Path | None = root
@@ -82,7 +83,8 @@ class DirectoryWriter:
         self._root = root
         self._write = write
         taken = f"{root} has a publisher already: stop it or use another"
-        self._lock = locked(root / _LOCK_FILE, taken=taken)
+        with refusals(root):
+            self._lock = locked(root / _LOCK_FILE, taken=taken)
         self._owner = secrets.token_hex(16).encode()
         try:
             with refusals(root):
@@ -154,10 +156,12 @@ class DirectoryWriter:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sizes(self) -> dict[VersionRef, int]:
-        return {
-            ref: sum(file.stat().st_size for file in (self._root / ref.directory).iterdir())
-            for ref in self.refs()
-        }
+        with refusals(self._root):
+            # Nothing is in a file, or behind a dead link, that has a version's name.
+            return {
+                ref: sum(file.stat().st_size for file in (self._root / ref.directory).glob("*"))
+                for ref in self.refs()
+            }
 
     def sweep(self) -> None:
         if not self._is_owner():
@@ -166,7 +170,8 @@ class DirectoryWriter:
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
-                leftover.unlink()
+                with refusals(self._root):
+                    leftover.unlink(missing_ok=True)
 
     def _is_owner(self) -> bool:
         # Reopened: a network file system then asks the server.

@@ -31,7 +31,7 @@ from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
-from weightsync.layout.durable import storage_error
+from weightsync.layout.durable import refusals, storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.trainer_state import Piece, TrainerState
@@ -48,11 +48,12 @@ class MappedFile:
     """
 
     def __init__(self, directory: Path, *, rank: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._data = directory / f"copy-{rank:05d}.bin"
         self._record = self._data.with_suffix(".json")
         taken = f"{directory} is another publisher's copy_dir"
-        self._lock = locked(self._data.with_suffix(".lock"), taken=taken)
+        with refusals(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self._data.with_suffix(".lock"), taken=taken)
 
     def close(self) -> None:
         self._lock.close()

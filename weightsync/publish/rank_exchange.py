@@ -59,7 +59,8 @@ class Mailbox:
         self._directory = directory
         self._clock = clock
         self._pause = pause
-        directory.mkdir(parents=True, exist_ok=True)
+        with refusals(directory):
+            directory.mkdir(parents=True, exist_ok=True)
 
     def clear(self) -> None:
         """Delete an earlier process's messages."""

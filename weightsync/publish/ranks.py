@@ -15,6 +15,7 @@ import msgspec
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.platform.file_lock import FileLock, locked
+from weightsync.layout.durable import refusals
 from weightsync.publish.rank_exchange import Mailbox, OtherRank, RankZero, given
 
 RANKS_DIRECTORY = ".ranks"
@@ -75,7 +76,8 @@ class RanksByFiles:
         else:
             # Parts of two trainers must not meet in one version.
             taken = f"rank {rank} of another trainer still publishes by {directory}: end it first"
-            self._lock = locked(directory / f"rank{rank:05d}.lock", taken=taken)
+            with refusals(directory):
+                self._lock = locked(directory / f"rank{rank:05d}.lock", taken=taken)
 
     def close(self) -> None:
         if self._lock is not None:

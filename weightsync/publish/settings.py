@@ -1,19 +1,28 @@
 """A publisher's settings that most trainers leave as they are, checked where they are given.
 
-Every error is a ConfigError that names the field.
+Every error is a ConfigError that names the field and its value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
+from numbers import Integral, Real
+from operator import le
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import Encoding
+from weightsync.layout.names import MAX_VERSION
+from weightsync.transport.directory import local_path
 
 MAX_ANCHOR_EVERY = 25
-_MAX_VERSION = 10**15
+_PUBLISHED = (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
+_Rule: TypeAlias = Callable[[Any], bool]
+_FROM_1 = "use a number from 1"
+_is_from_1: _Rule = partial(le, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +47,16 @@ class VersionSettings:
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 
     def __post_init__(self) -> None:
-        if self.anchor_every not in range(1, MAX_ANCHOR_EVERY + 1):
-            raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
-        if not (isinstance(self.first_version, int) and 1 <= self.first_version < _MAX_VERSION):
-            raise ConfigError(f"first_version {self.first_version!r}: use a number from 1")
-        _check_positive(self, "keep_versions")
-        if self.max_bytes is not None:
-            _check_positive(self, "max_bytes")
-        for field in ("skip_deltas", "check_finite"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} {getattr(self, field)!r}: use True or False")
-        if self.encoding not in {Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE}:
-            raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
+        whole, most = "use a whole number from 1", MAX_ANCHOR_EVERY
+        _check(self, f"{whole} to {most}", Integral, "anchor_every", fits=lambda n: 1 <= n <= most)
+        _check(self, whole, Integral, "first_version", fits=lambda n: 1 <= n <= MAX_VERSION)
+        _check(self, _FROM_1, Real, "keep_versions", fits=_is_from_1)
+        _check(self, _FROM_1, Real | None, "max_bytes", fits=lambda n: n is None or n >= 1)
+        _check(self, "use True or False", bool, "skip_deltas", "check_finite")
+        known = "use rosemux, xor or overwrite (anchors are dense anyway)"
+        _check(self, known, str, "encoding", fits=_PUBLISHED.__contains__)
         object.__setattr__(self, "encoding", Encoding(self.encoding))
+        object.__setattr__(self, "first_version", int(self.first_version))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +73,14 @@ class WorkSettings:
     clock: Clock = MonotonicClock()  # noqa: RUF009 - it has no state
 
     def __post_init__(self) -> None:
-        _check_positive(self, "threads", "in_flight_bytes", "shard_bytes")
-        _check_directory("copy_dir", self.copy_dir)
+        _check(self, _FROM_1, Real, "threads", "in_flight_bytes", "shard_bytes", fits=_is_from_1)
+        _check(self, "give a directory", Path | str | None, "copy_dir")
+        _check(self, "give a clock", object, "clock", fits=lambda clock: hasattr(clock, "now"))
 
     @property
     def spool_dir(self) -> Path | None:
         """`copy_dir` as a path: files that are too large for the memory wait there too."""
-        return None if self.copy_dir is None else Path(self.copy_dir)
+        return None if self.copy_dir is None else local_path(self.copy_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +94,9 @@ class ExchangeSettings:
     """Bound on rank 0's wait for the slowest rank."""
 
     def __post_init__(self) -> None:
-        given = self.rank_timeout_s
-        if not (isinstance(given, int | float) and 0 < given < inf):
-            raise ConfigError(f"rank_timeout_s {given!r}: use a number of seconds above 0")
-        _check_directory("ranks_dir", self.ranks_dir)
+        seconds = "use a number of seconds above 0"
+        _check(self, seconds, Real, "rank_timeout_s", fits=lambda s: 0 < s < inf)
+        _check(self, "give a directory", Path | str | None, "ranks_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +111,12 @@ class AnnounceSettings:
     """Certificates to trust besides the system's."""
 
     def __post_init__(self) -> None:
-        given: object = self.jobs
-        if isinstance(given, bytes) or not isinstance(given, Sequence):
-            raise ConfigError(
-                f"announce {given!r}: give the job's URL at each gateway, or leave out"
-            )
+        announce = "give announce the job's URL at each gateway, or leave it out"
+        _check(self, announce, Sequence, "jobs", fits=lambda jobs: not isinstance(jobs, bytes))
         for url in self.urls:
             if not isinstance(url, str):
                 raise ConfigError(f"announce: {url!r} is no job's URL: give strings")
+        _check(self, "give a file", Path | str | None, "token_file", "ca_file")
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -121,13 +125,15 @@ class AnnounceSettings:
         return tuple(filter(None, jobs))
 
 
-def _check_positive(settings: VersionSettings | WorkSettings, *fields: str) -> None:
+def check_rank(rank: Any, ranks: Any) -> None:
+    if not (isinstance(rank, Integral) and isinstance(ranks, Integral) and 0 <= rank < ranks):  # type: ignore[operator]
+        raise ConfigError(f"rank {rank!r} of ranks={ranks!r}: use one from 0 to ranks - 1")
+
+
+def _check(
+    settings: object, remedy: str, kinds: Any, *fields: str, fits: _Rule = lambda _: True
+) -> None:
     for field in fields:
         value = getattr(settings, field)
-        if not (isinstance(value, int | float) and value >= 1):
-            raise ConfigError(f"{field} {value!r}: use a number from 1")
-
-
-def _check_directory(field: str, given: object) -> None:
-    if not (given is None or isinstance(given, Path | str)):
-        raise ConfigError(f"{field} {given!r}: give a directory")
+        if not (isinstance(value, kinds) and fits(value)):
+            raise ConfigError(f"{field} {value!r}: {remedy}")

@@ -19,6 +19,7 @@ from weightsync.elements.bits import Bytes
 from weightsync.layout.names import VersionRef
 from weightsync.publish.agreement import WrittenShare
 from weightsync.reading.store import Store
+from weightsync.transport.directory import local_path
 
 WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
 """Schemes whose stores show an object only once it is complete, and replace it atomically: with
@@ -111,15 +112,21 @@ class WritableStore(Protocol):
         """Raises PeerProtocolError for a name that `begin` does not give."""
 
 
-def writable_store(location: Path | str, *, spool_dir: Path | None = None) -> WritableStore:
+def writable_store(
+    location: Path | str | WritableStore, *, spool_dir: Path | None = None
+) -> WritableStore:
     """Raises ConfigError for a location that cannot be published to. `spool_dir` holds deltas that
     await upload."""
+    if not isinstance(location, Path | str):
+        if not hasattr(location, "draft"):
+            raise ConfigError(f"store {location!r}: give its directory or URL")
+        return location
     if not location:
         raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or "://" not in location:
         from weightsync.publish.directory_writer import WritableDirectory
 
-        return WritableDirectory(Path(location))
+        return WritableDirectory(local_path(location))
     scheme = location.partition("://")[0].lower()
     if scheme in _LOCAL:
         return writable_store(Path(url2pathname(urlsplit(location).path)))

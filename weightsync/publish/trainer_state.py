@@ -48,15 +48,12 @@ class ShardSlice:
         return SliceRecord(name, tuple(self.shape), offsets, lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """This rank's published part of one tensor; `record` is None for the whole tensor."""
-
-    tensor: "torch.Tensor"
-    record: SliceRecord | None
+_NO_PAIR = "is no pair of name and tensor: pass a state dict, or `named_parameters()`"
+Part: TypeAlias = "tuple[torch.Tensor, SliceRecord | None]"
+"""This rank's part of one tensor, and its record; None for the whole tensor."""
 
 
-def part_of(name: str, value: Any) -> Part | None:
+def part_of(name: str, value: Any) -> "Part | None":
     """This rank's part; None if the part is empty or another rank's; raises Unsupported for
     placements that a checkpoint cannot represent."""
     if isinstance(value, ShardSlice):
@@ -69,16 +66,16 @@ def part_of(name: str, value: Any) -> Part | None:
         raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
     if value.layout != torch.strided:
         raise Unsupported(f"{name} is {value.layout}: publish it dense")
-    return Part(value, None)
+    return value, None
 
 
-def _part(tensor: "torch.Tensor", record: SliceRecord) -> Part | None:
+def _part(tensor: "torch.Tensor", record: SliceRecord) -> "Part | None":
     if tensor.numel() == 0 and not record.is_whole:
         return None
-    return Part(tensor, None if record.is_whole else record)
+    return tensor, None if record.is_whole else record
 
 
-def _part_of_dtensor(name: str, value: Any) -> Part | None:
+def _part_of_dtensor(name: str, value: Any) -> "Part | None":
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -154,6 +151,8 @@ class TrainerState:
     ) -> None:
         if not isinstance(state, Mapping) and hasattr(state, "state_dict"):
             raise ConfigError("a module: pass its `state_dict()`")
+        if not isinstance(state, Iterable):
+            raise ConfigError(f"a {type(state).__name__}: pass a state dict")
         self.is_lasting = isinstance(state, Mapping)
         self._is_adapter = is_adapter
         self._finds_ties = finds_ties
@@ -171,9 +170,11 @@ class TrainerState:
         if self.is_lasting:
             yield from self.pieces
             return
-        for name, value in self._coming:
-            piece = self._piece(name, value)
-            del value
+        for pair in self._coming:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise ConfigError(f"a {type(pair).__name__} {_NO_PAIR}")
+            piece = self._piece(*pair)
+            del pair
             if piece is not None:
                 yield piece
                 piece.tensor = None
@@ -201,7 +202,8 @@ class TrainerState:
         part = part_of(name, value)
         if part is None:
             return None
-        entry = name if part.record is None else part.record.entry
+        tensor, record = part
+        entry = name if record is None else record.entry
         if not 0 < len(entry) <= MAX_NAME_CHARS or not _is_text(name):
             raise Unsupported(f"tensor name {name[:80]!r}: 1 to {MAX_NAME_CHARS} characters")
         if name in RESERVED_NAMES:
@@ -209,8 +211,8 @@ class TrainerState:
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         # A conjugated view has the memory of its tensor, with other values.
-        tensor = part.tensor.resolve_conj().resolve_neg()
-        return Piece(entry, spec_of(tensor), part.record, tensor, self._check_finite)
+        tensor = tensor.resolve_conj().resolve_neg()
+        return Piece(entry, spec_of(tensor), record, tensor, self._check_finite)
 
 
 def _is_text(name: str) -> bool:

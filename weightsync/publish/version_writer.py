@@ -22,7 +22,7 @@ from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import combined
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import INDEX_FORMAT, IndexSection, Manifest, encoded_manifest
-from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, Kind, VersionRef
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_VERSION, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
     PublishOrder,
@@ -58,12 +58,17 @@ class VersionWriter:
         self._settings = settings
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
-        # An orphan newer than LATEST keeps its number: numbers are never reused.
-        self._newest = max(writer.newest(), WeightVersion(settings.first_version - 1))
-        latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
+        latest, fulls = self._latest(), writer.store.full_checkpoints(writer.refs())
+        # Numbers are never reused: not an orphan's above LATEST, nor that of a LATEST that is gone.
+        least = WeightVersion(settings.first_version - 1)
+        self._newest = max(writer.newest(), latest or least, least)
+        if self._newest >= MAX_VERSION:
+            raise ConfigError(f"{writer.store} has a version {self._newest}: numbers end there")
         self._check_kind(latest)
         # No version builds on an orphan, so no chain begins with an orphan.
-        self._full_versions = {each for each in fulls if latest is None or each <= latest}
+        self._fulls = {ref for ref in fulls if latest is None or ref.version <= latest}
+        self._listed: set[VersionRef] = set()
+        """Full checkpoints that the store was seen to have: an object store may list one late."""
         self._known: Contents | None = None
         """All ranks' entries in LATEST."""
         self._next = Contents()
@@ -125,7 +130,7 @@ class VersionWriter:
         self._newest = version
         self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
         if not order.base:
-            self._full_versions.add(version)
+            self._fulls.add(VersionRef(Kind.WEIGHT, version))
         self._writer.point_latest(version)
         self._known = self._next
         anchor_directory = ""
@@ -156,14 +161,21 @@ class VersionWriter:
         except RoseMuxError as error:
             self._writer.sweep()
             return Anchored(0, f"version {version} has no anchor: {error}")
-        self._full_versions.add(version)
+        self._fulls.add(VersionRef(Kind.ANCHOR, version))
         self.prune()
         return Anchored(_size_bytes(written, small))
 
     @property
     def newest_full(self) -> WeightVersion:
         """The newest version with a full checkpoint; 0 without one."""
-        return max(self._full_versions, default=WeightVersion(0))
+        return max((ref.version for ref in self._fulls), default=WeightVersion(0))
+
+    def _full_versions(self, refs: Collection[VersionRef]) -> set[WeightVersion]:
+        """Versions with a full checkpoint in a store with these directories. One that was deleted
+        by another hand begins no chain any more, and an anchor is due again."""
+        self._fulls -= self._listed.difference(refs)
+        self._listed = self._fulls.intersection(refs)
+        return {ref.version for ref in self._fulls}
 
     @property
     def layout(self) -> Layout:
@@ -200,9 +212,10 @@ class VersionWriter:
         """Delete versions older than `keep_versions` that no newer one needs; what cannot be
         deleted now is pruned next time."""
         try:
+            refs = self._writer.refs()
             doomed = superseded(
-                self._writer.refs(),
-                full_versions=self._full_versions,
+                refs,
+                full_versions=self._full_versions(refs),
                 latest=self._newest,
                 keep_versions=self._settings.keep_versions,
             )
@@ -250,8 +263,8 @@ class VersionWriter:
         sizes = self._writer.sizes()
         doomed = making_room(
             sizes,
-            full_versions=self._full_versions,
-            latest=self._latest() or max(self._full_versions, default=WeightVersion(0)),
+            full_versions=self._full_versions(sizes.keys()),
+            latest=self._latest() or self.newest_full,
             needed_bytes=needed,
             max_bytes=self._settings.max_bytes,
         )
@@ -266,8 +279,7 @@ class VersionWriter:
     def _remove(self, doomed: Sequence[VersionRef]) -> None:
         for ref in doomed:
             self._writer.remove(ref)
-            if ref.kind is not Kind.SKIP:
-                self._full_versions.discard(ref.version)
+            self._fulls.discard(ref)
 
     def _bytes_dense(self) -> int:
         return sum(spec.size_bytes for spec in self._next.layout.values())

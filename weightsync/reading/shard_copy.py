@@ -4,14 +4,14 @@ Wrong bytes may come from a faulty copy on the way, so they are requested once m
 is refused. The caller decides which bytes are needed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable
 
 from harvester.contracts.errors import Corrupt, RoseMuxError
 from weightsync.elements.bits import Bytes
-from weightsync.layout.chunk_digests import chunk_count, chunk_digest, digest_at
+from weightsync.layout.chunk_digests import chunk_digest, digest_at
 from weightsync.layout.manifest import FileRecord
 from weightsync.layout.shard import ShardHeader, header_length, read_header
+from weightsync.reading.chunks import ChunkMap
 from weightsync.reading.spool import StagedFile
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, each_span
@@ -39,19 +39,19 @@ class ShardCopy:
         self._path = path
         self._size_bytes = size_bytes
         self._record = record
-        self._chunk_bytes = record.chunk_bytes if record else 0
+        chunk_bytes = record.chunk_bytes if record else 0
+        self._chunks = ChunkMap(size_bytes, chunk_bytes=chunk_bytes) if chunk_bytes else None
+        """Chunks still to be fetched; None without digests of parts, and once the whole is here."""
         self.staged = staged
         self._piece_bytes = piece_bytes
         self._missing = missing
-        self._is_whole = False
-        self._here: set[int] = set()
         self.bytes_read = 0
         """Number of bytes requested from the source so far."""
 
     @property
     def has_chunks(self) -> bool:
         """Whether a part of it can be verified without the rest."""
-        return self._chunk_bytes > 0
+        return self._chunks is not None
 
     def fetch(self) -> None:
         """Fetch the whole shard and check its digest; raises Corrupt."""
@@ -60,7 +60,7 @@ class ShardCopy:
             self.bytes_read += self._size_bytes
             self._read(whole.pieces(self._piece_bytes), self._read_unchecked)
             if self._record is None or self.staged.digest(whole) == self._record.xxh3_128:
-                self._is_whole = True
+                self._chunks = None
                 return
             self._source.doubt(self._path)
         raise Corrupt(f"{self._source}/{self._path}: its digest is not the published one")
@@ -83,23 +83,13 @@ class ShardCopy:
     def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
         """Fetch and check the chunks that contain these spans; raises Corrupt. No-op after `fetch`,
         which a shard without chunk digests needs first."""
-        if self._is_whole:
+        chunks = self._chunks
+        if chunks is None:
             return
-        chunk = self._chunk_bytes
-        needed = {
-            at
-            for span in spans
-            for at in range(span.start // chunk, chunk_count(span.stop, chunk))
-            if span.size_bytes
-        }
-        missing = [
-            ByteSpan(chunk * run.start, min(chunk * run.stop, self._size_bytes))
-            for run in _runs(needed - self._here)
-        ]
-        whole_chunks = max(chunk, self._piece_bytes // chunk * chunk)
-        pieces = (piece for span in missing for piece in span.pieces(whole_chunks))
-        self._read(pieces, self._read_checked)
-        self._here |= needed
+        for span in sorted(spans):
+            chunks.want(span)
+        missing = [*iter(lambda: chunks.claim(self._piece_bytes), None)]
+        self._read(missing, self._read_checked)
         self.bytes_read += sum(span.size_bytes for span in missing)
 
     def _read(self, spans: Iterable[ByteSpan], read: Callable[[ByteSpan], None]) -> None:
@@ -125,15 +115,9 @@ class ShardCopy:
 
     def _is_published(self, span: ByteSpan, data: Bytes) -> bool:
         """Whether every chunk of the span has its published digest; the span begins at a chunk."""
-        chunk, digests = self._chunk_bytes, self._record.chunks if self._record else ""
-        return all(
-            chunk_digest(data[at : at + chunk]) == digest_at(digests, (span.start + at) // chunk)
-            for at in range(0, span.size_bytes, chunk)
+        record = self._record
+        return record is not None and all(
+            chunk_digest(data[at : at + record.chunk_bytes])
+            == digest_at(record.chunks, (span.start + at) // record.chunk_bytes)
+            for at in range(0, span.size_bytes, record.chunk_bytes)
         )
-
-
-def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Ascending numbers as consecutive ranges."""
-    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        yield range(run[0], run[-1] + 1)

@@ -10,9 +10,10 @@ Readers believe a RoseMux directory only if READY is in it. Never writes anythin
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from pathlib import Path
 
-from harvester.contracts.errors import Corrupt, RoseMuxError, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, TensorSpec
 from weightsync.layout.manifest import Manifest, decoded_manifest
@@ -49,6 +50,8 @@ class Store:
     ) -> None:
         base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
         self._source = source_at(at, base=base) if isinstance(at, Path | str) else at
+        if not hasattr(self._source, "read_range"):
+            raise ConfigError(f"store {at!r}: give its directory or URL")
 
     def __str__(self) -> str:
         return str(self._source)
@@ -110,8 +113,8 @@ class Store:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
 
-    def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
-        """Versions that need no base; unreadable directories are skipped."""
+    def full_checkpoints(self, refs: Iterable[VersionRef]) -> set[VersionRef]:
+        """Directories that need no base; unreadable ones are skipped."""
 
         def is_full(ref: VersionRef) -> bool:
             try:
@@ -121,15 +124,13 @@ class Store:
 
         listed = [ref for ref in refs if ref.kind is not Kind.SKIP]
         with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
-            return frozenset(
-                ref.version
-                for ref, full in zip(listed, pool.map(is_full, listed), strict=True)
-                if full
-            )
+            return {*compress(listed, pool.map(is_full, listed))}
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """Bytes that a receiver reads to take this version."""
-        return sum(self._shard_bytes(ref, manifest, shard) for shard in manifest.shards)
+        if manifest.section is not None:
+            return sum(record.bytes for record in manifest.section.files.values())
+        return sum(self._found_bytes(ref, shard) for shard in manifest.shards)
 
     def layout(self, ref: VersionRef, manifest: Manifest) -> Layout:
         """Names and specs of a full version, read from its shards' headers alone."""
@@ -202,24 +203,19 @@ class Store:
             self._source.doubt(path)
             raise
 
-    def _shard_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
-        if manifest.section is not None:
-            return manifest.section.files[shard].bytes
+    def _found_bytes(self, ref: VersionRef, shard: str) -> int:
         try:
             return self._source.size_bytes(f"{ref.directory}/{shard}")
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error
 
     def _checked_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
-        """The published size of a shard; raises Corrupt if the stored size differs."""
-        path, size = f"{ref.directory}/{shard}", self._shard_bytes(ref, manifest, shard)
-        try:
-            found = self._source.size_bytes(path)
-        except FileNotFoundError as error:
-            raise self._missing(ref, shard) from error
-        if found != size:
+        """The size of a shard; raises Corrupt if another one was published."""
+        path, found = f"{ref.directory}/{shard}", self._found_bytes(ref, shard)
+        published = manifest.section.files[shard].bytes if manifest.section else found
+        if found != published:
             self._source.doubt(path)
-            raise Corrupt(f"{self}/{path}: {found} bytes where {size} were published")
-        if not 0 <= size <= MAX_SHARD_BYTES:
-            raise Corrupt(f"{self}/{path}: {size} bytes is over the limit of {MAX_SHARD_BYTES}")
-        return size
+            raise Corrupt(f"{self}/{path}: {found} bytes where {published} were published")
+        if found > MAX_SHARD_BYTES:
+            raise Corrupt(f"{self}/{path}: {found} bytes is over the limit of {MAX_SHARD_BYTES}")
+        return found

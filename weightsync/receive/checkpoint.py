@@ -116,7 +116,8 @@ def write_checkpoint(
 def sweep(directory: Path) -> None:
     """Remove unfinished files."""
     for leftover in directory.glob(f"{TEMPORARY}*"):
-        leftover.unlink()
+        if not leftover.is_dir():
+            leftover.unlink()
 
 
 def check_ours(directory: Path) -> None:
@@ -169,6 +170,8 @@ def _index(directory: Path) -> _Index:
 
 
 def _mapped(path: Path) -> np.memmap:
+    if path.is_symlink():
+        raise Corrupt(f"{path} is a link: a follower changes files of its directory alone")
     try:
         return np.memmap(path, dtype=np.uint8, mode="r+")
     except (OSError, ValueError) as error:

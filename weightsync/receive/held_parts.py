@@ -98,7 +98,7 @@ class EntryPart:
 def placed(parts: Sequence[EntryPart], delta: Delta, spec: TensorSpec) -> list[Delta]:
     """The delta of an entry of `spec`, for the holder's tensor of each of these parts of it."""
     boxes = [part.within for part in parts if not part.within.is_whole]
-    boxed = iter(box_deltas(delta, boxes, spec.width_bytes))
+    boxed = iter(box_deltas(delta, boxes, spec.width_bytes) if boxes else ())
     found = [delta if part.within.is_whole else next(boxed) for part in parts]
     return [
         change if part.of.is_whole else SlicedDelta(part.of, change)

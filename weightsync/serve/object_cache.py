@@ -19,7 +19,7 @@ import xxhash
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import is_name
 from harvester.platform.file_lock import locked
-from weightsync.serve.chunks import ChunkMap
+from weightsync.reading.chunks import ChunkMap
 from weightsync.serve.metrics import TransferMetrics
 
 _PART = ".part"

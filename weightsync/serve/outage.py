@@ -43,12 +43,12 @@ class UpstreamOutage:
         self,
         ask: Callable[[], Awaitable[T]],
         recall: Callable[[], T | None],
-        probe: Callable[[], Awaitable[object]],
+        probe: Callable[[], Awaitable[object]] | None = None,
         *,
         wait_s: float = 0.0,
     ) -> T:
         """The result of `ask`, or of `recall` if `ask` takes longer than `wait_s` plus PATIENCE_S.
-        Without a cached reply, waits for `ask`."""
+        Without a cached reply, waits for `ask`. `probe` asks whether upstream is back."""
         if self.is_on and (held := recall()) is not None:
             return held
         asking = asyncio.ensure_future(ask())
@@ -58,7 +58,7 @@ class UpstreamOutage:
         if not done or isinstance(asking.exception(), Exhausted):
             held = recall()
             if held is not None:
-                self._begin(probe)
+                self._begin(probe or ask)
                 return held
         return await asking
 

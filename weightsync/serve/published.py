@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, Corrupt
-from weightsync.layout.index_summary import FileSummary, IndexMetadata, IndexSummary
+from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.layout.tables import plain_table
 from weightsync.transport.access import Access
@@ -33,20 +33,9 @@ class PublishedFile:
     """Digest of the file; None for a foreign store, whose receivers check every tensor."""
 
 
-class _Section(msgspec.Struct, frozen=True):
-    files: msgspec.Raw
-
-
-class _Listing(msgspec.Struct, frozen=True):
-    metadata: IndexMetadata
-    weight_map: msgspec.Raw
-    rosemux: _Section | None = None
-
-
 def published_files(index: bytes) -> Mapping[str, PublishedFile]:
-    """The shards of one version by name; raises Corrupt. A few kilobytes may be a table of 512 MiB,
-    which must not become objects."""
-    read = _decoded(plain_table(index), _Listing)
+    """The shards of one version by name; raises Corrupt, also for more than a relay keeps."""
+    read = _decoded(plain_table(index), IndexSummary)
     records = read.weight_map if read.rosemux is None else read.rosemux.files
     if memoryview(records).nbytes > _MAX_FILES_BYTES:
         raise Corrupt("an index with too much about its files")
@@ -68,10 +57,11 @@ def summary_line(index: bytes) -> str:
     kind = "full"
     if read.metadata.delta_encoding is not None:
         kind = f"{read.metadata.delta_encoding} on {read.metadata.base_version}"
+    tensors = len(_decoded(read.weight_map, dict[str, str]))
     if read.rosemux is None:
-        return f"{kind}, {len(read.weight_map)} tensors, {_FOREIGN}"
-    size = sum(record.bytes for record in read.rosemux.files.values())
-    return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
+        return f"{kind}, {tensors} tensors, {_FOREIGN}"
+    files = _decoded(read.rosemux.files, dict[str, FileSummary])
+    return f"{kind}, {tensors} tensors, {sum(file.bytes for file in files.values()) / 1e6:.1f} MB"
 
 
 def _decoded(raw: bytes | msgspec.Raw, kind: type[T]) -> T:

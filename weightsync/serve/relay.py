@@ -64,14 +64,13 @@ class RelayedStores:
 
     async def names(self) -> tuple[str, ...]:
         return await self._outage.request(
-            self._upstream.names, lambda: self._replies.stores() or None, self._upstream.names
+            self._upstream.names, lambda: self._replies.stores() or None
         )
 
     async def directories(self, store: str) -> tuple[str, ...]:
         return await self._outage.request(
             lambda: self._upstream.directories(store),
             lambda: self._whole_versions(store) or None,
-            lambda: self._upstream.directories(store),
         )
 
     async def composes(self, store: str) -> bool:  # noqa: ARG002 - its readers share files

@@ -13,6 +13,7 @@ from weightsync.layout.names import (
     INDEX_FILE,
     LATEST_FILE,
     MAX_INDEX_BYTES,
+    MAX_VERSION,
     Kind,
     VersionRef,
     named_ref,
@@ -32,7 +33,6 @@ _POLL_S = 0.2
 _REMOTE_POLL_S = 1.0
 """Object stores charge by request."""
 _MAX_POINTER_BYTES = 1024
-_MAX_VERSION = 10**15
 _BASE = VersionRef(Kind.WEIGHT, WeightVersion(0)).directory
 
 
@@ -140,7 +140,7 @@ class AnyLayoutSource(StoreSource):
 
     def _latest(self, layout: ForeignLayout) -> bytes:
         """Content of LATEST: the newest version with an index. Raises FileNotFoundError."""
-        newest = _MAX_VERSION
+        newest = MAX_VERSION
         if layout.pointer is not None:
             newest = self._pointed(layout.pointer)[1]
         for version in self._versions(layout):

@@ -13,7 +13,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from harvester.contracts.ids import is_name
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
-from weightsync.transport.directory import DirectorySource
+from weightsync.transport.directory import DirectorySource, local_path
 
 VARIABLE = "ROSEMUX_BASE_CHECKPOINT"
 
@@ -27,7 +27,7 @@ class BaseCheckpoint:
     """Raises ConfigError if the directory holds no safetensors."""
 
     def __init__(self, directory: Path | str) -> None:
-        path = Path(directory)
+        path = local_path(directory)
         if not path.is_dir():
             raise ConfigError(
                 f"base checkpoint {directory}: no such directory; give the local directory of the "

@@ -12,6 +12,14 @@ from weightsync.transport.source import StoreSource, no_store, watched
 _POLL_S = 0.1
 
 
+def local_path(given: Path | str) -> Path:
+    """A path as a user writes it: `~` is a home directory. Raises ConfigError without one."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{given}: {error}") from error
+
+
 class DirectorySource(StoreSource):
     """Reads files in place; one stream, because the kernel reads ahead by itself."""
 

@@ -118,11 +118,10 @@ class HttpSource(StoreSource):
             requested = ByteSpan(start + at, start + len(into))
             with self._answer("GET", f"/{path}", {"Range": range_header(requested)}) as answer:
                 _check_range(answer, requested, what=f"{self._url}/{path}")
-                for piece in _pieces(answer, requested.size_bytes, f"{self._url}/{path}"):
+                what = f"{self._url}/{path}"
+                for piece in _pieces(answer, requested.size_bytes, what, backoff, before=at):
                     into[at : at + len(piece)] = piece
                     at += len(piece)
-                    backoff.received(at)
-                    backoff.check(f"{self._url}/{path} comes too slowly")
 
         if len(into):
             self._persist(attempt)
@@ -185,12 +184,8 @@ class HttpSource(StoreSource):
         if length > limit_bytes:
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
         # The body gets its own pace, since the server may have held the request back.
-        pace, raw = Backoff(self._access.retries, self._clock), bytearray()
-        for piece in _pieces(answer, length, f"{self._url} {what}"):
-            raw += piece
-            pace.received(len(raw))
-            pace.check(f"{self._url} {what} comes too slowly")
-        return bytes(raw)
+        pace = Backoff(self._access.retries, self._clock)
+        return b"".join(_pieces(answer, length, f"{self._url} {what}", pace))
 
     def _persist(self, attempt: Callable[[Backoff], T]) -> T:
         backoff = Backoff(self._access.retries, self._clock, random=self._random)
@@ -252,8 +247,11 @@ def _check_range(answer: HTTPResponse, requested: ByteSpan, *, what: str) -> Non
         )
 
 
-def _pieces(answer: HTTPResponse, size_bytes: int, what: str) -> Iterator[bytes]:
-    """A body as it arrives; raises Interrupted if it is cut."""
+def _pieces(
+    answer: HTTPResponse, size_bytes: int, what: str, pace: Backoff, *, before: int = 0
+) -> Iterator[bytes]:
+    """A body as it arrives, `before` bytes of which came in earlier answers; raises Interrupted if
+    it is cut, and Exhausted if it comes too slowly."""
     left_bytes = size_bytes
     while left_bytes:
         piece = answer.read1(min(_RECEIVE_BYTES, left_bytes))
@@ -261,6 +259,8 @@ def _pieces(answer: HTTPResponse, size_bytes: int, what: str) -> Iterator[bytes]
             raise Interrupted(f"{what}: cut {left_bytes} bytes before its end")
         left_bytes -= len(piece)
         yield piece
+        pace.received(before + size_bytes - left_bytes)
+        pace.check(f"{what} comes too slowly")
     # Tells http.client that this answer is done, so that its connection serves again.
     answer.read()
 

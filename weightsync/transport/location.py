@@ -7,7 +7,7 @@ from harvester.contracts.ids import checked_name, is_name
 from weightsync.transport.access import Access
 from weightsync.transport.any_layout import AnyLayoutSource
 from weightsync.transport.base_checkpoint import BaseCheckpoint
-from weightsync.transport.directory import DirectorySource
+from weightsync.transport.directory import DirectorySource, local_path
 from weightsync.transport.source import StoreSource
 
 _SCHEME = "://"
@@ -26,7 +26,7 @@ def source_at(
     if not location:
         raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or _SCHEME not in location:
-        return AnyLayoutSource(DirectorySource(Path(location)), base)
+        return AnyLayoutSource(DirectorySource(local_path(location)), base)
     access = access or Access.from_environment()
     if location.startswith(("http://", "https://")):
         from weightsync.transport.http_source import HttpSource
@@ -55,11 +55,11 @@ class StoreRoot:
         if isinstance(location, str):
             # fsspec would follow links out of a store.
             location = location.removeprefix("file://").rstrip("/") or "/"
-        self._location = location
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
-        if self._is_local and not Path(location).is_dir():
+        self._location = local_path(location) if self._is_local else location
+        if isinstance(self._location, Path) and not self._location.is_dir():
             raise ConfigError(f"{location} is no directory: give the one that holds the stores")
 
     def __str__(self) -> str:

@@ -178,14 +178,14 @@ def _plain(delta: PlainDelta, elements: torch.Tensor) -> None:
 def _dense(delta: DenseDelta, elements: torch.Tensor) -> None:
     data = elements.view(torch.uint8)
     for part in _parts(data.numel(), _BYTES_AT_ONCE):
-        data[part].copy_(_on(elements, bytes_of(delta.new)[part]))
+        data[part].copy_(to_device(bytes_of(delta.new)[part], elements.device))
 
 
 @_apply.register
 def _xor(delta: XorDelta, elements: torch.Tensor) -> None:
     data = elements.view(torch.uint8)
     for part in _parts(data.numel(), _BYTES_AT_ONCE):
-        data[part].bitwise_xor_(_on(elements, bytes_of(delta.difference)[part]))
+        data[part].bitwise_xor_(to_device(bytes_of(delta.difference)[part], elements.device))
 
 
 @_apply.register
@@ -193,8 +193,9 @@ def _overwrite(delta: OverwriteDelta, elements: torch.Tensor) -> None:
     for part in _parts(delta.positions.size, CHANGES_AT_ONCE):
         positions = np.ascontiguousarray(delta.positions[part], dtype="<u4").view(np.uint8)
         # Signed, since torch has few operations for unsigned numbers of this width.
-        at = _on(elements, positions).view(torch.int32).long().bitwise_and_(_UNSIGNED_32)
-        elements.view(torch.uint8)[at] = _on(elements, delta.values[part])
+        at = to_device(positions, elements.device).view(torch.int32).long()
+        at.bitwise_and_(_UNSIGNED_32)
+        elements.view(torch.uint8)[at] = to_device(delta.values[part], elements.device)
 
 
 @_apply.register
@@ -245,7 +246,7 @@ def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch
     """Differences of the elements' width, from zigzag codes in byte planes."""
     codes = torch.zeros(planes.shape[1], dtype=torch.int64, device=elements.device)
     for position, plane in enumerate(planes):
-        codes |= _on(elements, plane).long() << (8 * position)
+        codes |= to_device(plane, elements.device).long() << (8 * position)
     return _signed(codes).to(elements.dtype)
 
 
@@ -258,7 +259,3 @@ def _signed(codes: torch.Tensor) -> torch.Tensor:
 
 def _parts(size: int, at_once: int) -> Iterator[slice]:
     return (slice(start, min(size, start + at_once)) for start in range(0, size, at_once))
-
-
-def _on(elements: torch.Tensor, data: Bytes) -> torch.Tensor:
-    return to_device(data, elements.device)

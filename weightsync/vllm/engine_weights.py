@@ -75,7 +75,7 @@ class _Base:
 class _Prepared:
     base: _Base
     staged: Staged
-    trial: Trial = field(default_factory=lambda: Trial({}, {}, {}))
+    trial: Trial = field(default_factory=lambda: Trial({}, {}))
     mends: bool = False
     """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 

@@ -47,8 +47,6 @@ class Trial:
     """Packed forms of changed layers, as far as the budget went."""
     digests: Mapping[str, str]
     """Digest that each of the target's tensors will have; empty unless `is_provable`."""
-    published: Mapping[str, str]
-    """Digests by entry, of tensors that are the checkpoint's whole ones."""
 
 
 def is_provable(staged: Staged) -> bool:
@@ -130,10 +128,10 @@ def tried_on_copies(
         parts,
         lambda part: part.size_bytes,
     )
-    for tried in done:
+    for tried, entries in done:
         forms |= tried.forms
         digests |= tried.digests
-        published |= tried.published
+        published |= entries
     if slices is not None:
         try:
             check_digests(staged.expected, staged.layout, published)
@@ -142,7 +140,7 @@ def tried_on_copies(
                 f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
-    return Trial(forms, digests, published)
+    return Trial(forms, digests)
 
 
 def _parts(
@@ -178,8 +176,9 @@ def _try_part(
     pack: Pack,
     partial: Collection[str],
     slices: Slices | None,
-) -> Trial:
-    """`partial`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors
+) -> tuple[Trial, dict[str, str]]:
+    """The trial of a part, and the digests by entry of its tensors that are the checkpoint's whole
+    ones. `partial`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors
     that are stored in slices; None if nothing is hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
@@ -208,7 +207,7 @@ def _try_part(
         elif name not in partial:
             published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
-    return Trial(forms, digests, published)
+    return Trial(forms, digests), published
 
 
 def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str, Bits]]:

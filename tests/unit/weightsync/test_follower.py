@@ -23,6 +23,7 @@ from weightsync.receive import checkpoint_directory
 from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.directory import DirectorySource
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -33,6 +34,28 @@ THREE, SEVEN, EIGHT = (WeightVersion(v) for v in (3, 7, 8))
 
 class Killed(BaseException):
     """The process ends here."""
+
+
+class _Raced(DirectorySource):
+    """Calls `race` once, before the first read of a file whose path begins so."""
+
+    def __init__(self, root: Path, begin: str) -> None:
+        super().__init__(root)
+        self._begin = begin
+        self.race: Callable[[], object] | None = None
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        self._race(path)
+        return super().read_small(path, limit_bytes)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        self._race(path)
+        super().read_range(path, start, into)
+
+    def _race(self, path: str) -> None:
+        if self.race is not None and path.startswith(self._begin):
+            race, self.race = self.race, None
+            race()
 
 
 def loaded(directory: Path) -> State:
@@ -82,6 +105,55 @@ def test_nothing_is_read_or_written_where_the_version_is_there(
         pulled = follows.pull()
     assert (pulled.bytes_read, pulled.tensors_written) == (0, 0)
     assert read_record(tmp_path / "held") == record
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "model-00001"])
+def test_a_version_that_is_pruned_while_it_is_read_gives_way_to_the_newest(
+    states: tuple[State, ...], same: Same, tmp_path: Path, file: str, *, held: bool
+) -> None:
+    settings = VersionSettings(anchor_every=2, keep_versions=1, skip_deltas=False)
+    with Publisher(tmp_path / "store", versions=settings) as publisher:
+        source = _Raced(tmp_path / "store", f"weight_v000004/{file}")
+        with Follower(Receiver(source), tmp_path / "held") as follows:
+            for state in states[:3]:
+                publisher.publish(state)
+            if held:
+                follows.pull()
+            publisher.publish(states[3])
+            source.race = lambda: [publisher.publish(state) for state in states[4:8]]
+            assert follows.pull().version == EIGHT
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+def test_a_version_that_is_asked_for_by_its_number_gives_way_to_no_other(
+    states: tuple[State, ...], tmp_path: Path
+) -> None:
+    settings = VersionSettings(anchor_every=1, keep_versions=1, skip_deltas=False)
+    with Publisher(tmp_path / "store", versions=settings) as publisher:
+        for state in states[:4]:
+            publisher.publish(state)
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        with pytest.raises(Stale):
+            follows.pull(WeightVersion(2))
+        assert follows.held is None
+
+
+def test_a_link_among_the_files_is_not_written_through(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(SEVEN)
+    shutil.copytree(tmp_path / "held", tmp_path / "linked")
+    for shard in (tmp_path / "held").glob("*.safetensors"):
+        (tmp_path / "linked" / shard.name).unlink()
+        (tmp_path / "linked" / shard.name).symlink_to(shard)
+    (tmp_path / "linked" / ".tmp-of-another").mkdir()
+    with following(store, tmp_path / "linked") as follows:
+        assert follows.pull().version == EIGHT
+    assert same(loaded(tmp_path / "linked"), states[7])
+    assert same(loaded(tmp_path / "held"), states[6])
 
 
 def test_a_version_can_be_gone_back_to_by_its_name_only(

@@ -3,12 +3,14 @@
 import errno
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
+from weightsync.follower import Follower
 from weightsync.layout.durable import write_durably
 from weightsync.publish.directory_writer import DirectoryWriter, WritableDirectory
 from weightsync.publish.settings import (
@@ -27,6 +30,7 @@ from weightsync.publish.settings import (
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.location import StoreRoot
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -332,6 +336,64 @@ def test_a_large_delta_is_several_files(
     assert same(_received(tmp_path, 3, states[0]), states[2])
 
 
+def test_a_number_is_not_used_again_where_the_newest_versions_were_deleted(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    with Publisher(tmp_path) as publisher:
+        for state in states[:3]:
+            publisher.publish(state)
+    for lost in ("weight_v000002", "weight_v000003"):
+        shutil.rmtree(tmp_path / lost)
+    with Publisher(tmp_path) as publisher:
+        assert publisher.publish(states[3]).version == 4
+    assert same(_received(tmp_path, 4, states[0]), states[3])
+
+
+def test_a_full_checkpoint_that_was_deleted_is_made_again_and_no_chain_begins_with_it(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    settings = VersionSettings(anchor_every=4, keep_versions=2, skip_deltas=False)
+
+    def anchors() -> set[str]:
+        return {path.name for path in tmp_path.glob("anchor_*")}
+
+    with Publisher(tmp_path, versions=settings) as publisher:
+        for state in states[:6]:
+            publisher.publish(state)
+        assert anchors() == {"anchor_v000005"}
+        shutil.rmtree(tmp_path / "anchor_v000005")
+        publisher.publish(states[6])
+        assert (tmp_path / "weight_v000005").exists(), "nothing is left to begin with"
+        publisher.publish(states[7])
+    assert anchors() == {"anchor_v000008"}
+    assert same(_received(tmp_path, 8, states[0]), states[7])
+
+
+@pytest.mark.parametrize("last", ["LATEST", "weight_v999999999999999"])
+def test_a_store_without_another_number_is_refused(tmp_path: Path, last: str) -> None:
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"w": torch.ones(2)})
+    if last == "LATEST":
+        (tmp_path / last).write_text("weight_v999999999999999\n")
+    else:
+        (tmp_path / last).mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has a version 999999999999999: numbers end there"):
+            Publisher(tmp_path)
+
+
+@pytest.mark.parametrize("stray", ["a file", "a dead link"])
+def test_a_stray_file_with_a_version_s_name_stops_no_publish(
+    tmp_path: Path, states: tuple[State, ...], same: Same, stray: str
+) -> None:
+    with Publisher(tmp_path, versions=VersionSettings(max_bytes=1 << 30)) as publisher:
+        publisher.publish(states[0])
+        path = tmp_path / "weight_v000009"
+        path.write_text("x") if stray == "a file" else path.symlink_to("nowhere")
+        assert publisher.publish(states[1]).version == 2
+    assert same(_received(tmp_path, 2, states[0]), states[1])
+
+
 def _store_bytes(store: Path) -> int:
     while True:
         # An anchor's directory gets its name beside the next step.
@@ -440,6 +502,20 @@ def test_a_publisher_has_eight_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "a NoneType: pass a state dict"),
+        ([torch.zeros(2, 3)], "a Tensor is no pair of name and tensor"),
+        (torch.nn.Linear(2, 2).parameters(), r"a Parameter is no pair .*`named_parameters\(\)`"),
+        ([("w", torch.zeros(2), 1)], "a tuple is no pair of name and tensor"),
+    ],
+)
+def test_a_state_without_names_is_refused(tmp_path: Path, state: Any, message: str) -> None:
+    with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match=message):
+        publisher.publish(state)
+
+
 def test_a_full_disk_is_exhausted_and_changes_nothing(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
@@ -500,7 +576,8 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        (VersionSettings, {"encoding": "foo"}, "use rosemux, xor or overwrite"),
+        (VersionSettings, {"encoding": "foo"}, "encoding 'foo': use rosemux, xor or overwrite"),
+        (VersionSettings, {"encoding": []}, r"encoding \[\]: use rosemux"),
         (ExchangeSettings, {"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
         (ExchangeSettings, {"rank_timeout_s": -1.0}, "rank_timeout_s -1"),
         (VersionSettings, {"max_bytes": -1}, "max_bytes -1: use a number from 1"),
@@ -508,8 +585,11 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (WorkSettings, {"in_flight_bytes": 0}, "in_flight_bytes 0: use a number from 1"),
         (WorkSettings, {"shard_bytes": 0}, "shard_bytes 0: use a number from 1"),
         (VersionSettings, {"keep_versions": math.nan}, "keep_versions nan: use a number from 1"),
-        (VersionSettings, {"anchor_every": 2.5}, "anchor_every must be a whole number"),
-        (VersionSettings, {"anchor_every": "10"}, "anchor_every must be a whole number"),
+        (VersionSettings, {"anchor_every": 2.5}, "anchor_every 2.5: use a whole number from"),
+        (VersionSettings, {"anchor_every": "10"}, "anchor_every '10': use a whole number from 1"),
+        (VersionSettings, {"first_version": 1.0}, "first_version 1.0: use a whole number from 1"),
+        (WorkSettings, {"clock": 3}, "clock 3: give a clock"),
+        (Publisher.Announce, {"jobs": (), "token_file": 3}, "token_file 3: give a file"),
         (WorkSettings, {"threads": "2"}, "threads '2'"),
         (WorkSettings, {"shard_bytes": None}, "shard_bytes None: use a number from 1"),
         (WorkSettings, {"copy_dir": 3}, "copy_dir 3: give a directory"),
@@ -517,8 +597,8 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
         (VersionSettings, {"skip_deltas": "no"}, "skip_deltas 'no': use True or False"),
         (VersionSettings, {"check_finite": None}, "check_finite None: use True or False"),
         (ExchangeSettings, {"ranks_dir": 3}, "ranks_dir 3: give a directory"),
-        (Publisher.Announce, {"jobs": None}, "announce None: give the job's URL"),
-        (Publisher.Announce, {"jobs": b"http"}, "announce b'http'"),
+        (Publisher.Announce, {"jobs": None}, "jobs None: give announce the job's URL"),
+        (Publisher.Announce, {"jobs": b"http"}, "jobs b'http'"),
         (Publisher.Announce, {"jobs": ["http://g/v1/jobs/a", 3]}, "announce: 3 is no job's URL"),
         (ExchangeSettings, {"rank_timeout_s": "60"}, "rank_timeout_s '60'"),
     ],
@@ -536,6 +616,9 @@ def test_a_setting_that_cannot_be_meant_is_refused_at_once(
         ({"versions": {"anchor_every": 10}}, r"versions: use Publisher\.Versions\("),
         ({"work": Publisher.Versions()}, r"work: use Publisher\.Work\("),
         ({"exchange": None}, r"exchange: use Publisher\.Exchange\("),
+        ({"adapter": {"r": 8}}, r"adapter \{'r': 8\}: use Adapter\(base, config\)"),
+        ({"rank": "0"}, "rank '0' of ranks=1"),
+        ({"ranks": 2.0}, "rank 0 of ranks=2.0"),
     ],
 )
 def test_settings_of_another_kind_are_refused(
@@ -544,6 +627,53 @@ def test_settings_of_another_kind_are_refused(
     with pytest.raises(ConfigError, match=message):
         Publisher(tmp_path / "store", **given)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("store", [3, None, b"/srv/weights"])
+def test_a_store_that_is_no_location_is_refused(store: Any) -> None:
+    for opened in (Publisher, Receiver):
+        with pytest.raises(ConfigError, match=f"store {store!r}: give its directory or URL"):
+            opened(store)
+
+
+def test_settings_take_the_whole_numbers_of_numpy(tmp_path: Path) -> None:
+    five = np.int64(5)
+    settings = VersionSettings(anchor_every=five, keep_versions=five, first_version=five)  # type: ignore[arg-type]
+    with Publisher(tmp_path, versions=settings) as publisher:
+        assert repr(publisher.publish({"w": torch.ones(2)}).version) == "5"
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    with Publisher("~/job-a", work=WorkSettings(copy_dir="~/copies")) as publisher:
+        publisher.publish({"w": torch.ones(2)})
+    with Follower(Receiver("~/job-a"), Path("~/policy")) as follower:
+        follower.pull()
+    assert {path.name for path in home.iterdir()} == {"job-a", "copies", "policy"}
+    assert StoreRoot("~").names() == ("copies", "job-a", "policy")
+    assert not [*elsewhere.iterdir()]
+    with pytest.raises(ConfigError, match="~nobody-by-this-name/x: "):
+        Publisher("~nobody-by-this-name/x")
+
+
+@pytest.mark.parametrize("part", ["store", "copies", "ranks"])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, part: str) -> None:
+    places = {name: tmp_path / name for name in ("store", "copies", "ranks")}
+    places[part].write_text("a file")
+    settings: dict[str, Any] = {
+        "work": WorkSettings(copy_dir=places["copies"]),
+        "exchange": ExchangeSettings(ranks_dir=places["ranks"]),
+        "ranks": 2,
+    }
+    with pytest.raises(ConfigError, match=f"cannot write to {places[part]}") as refused:
+        Publisher(places["store"], **settings)
+    places[part].unlink()
+    # The store is free again, although the error and what it refers to are still there.
+    Publisher(places["store"], **settings).close()
+    assert refused.value
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, math.nan, "x"])

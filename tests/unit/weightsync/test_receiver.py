@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,13 @@ def test_a_state_that_its_holder_does_not_expect_is_not_read(published: Store) -
 
     with pytest.raises(Corrupt, match="of another run"):
         Receiver(store).prepare(None, done[-1].version, check=check)
+
+
+@pytest.mark.parametrize("version", [None, "1", 1.0])
+def test_a_version_that_is_no_number_is_refused(tmp_path: Path, version: Any) -> None:
+    """`latest` of a store is None before the first publish."""
+    with pytest.raises(ConfigError, match=f"version {version!r}: give a number"):
+        Receiver(tmp_path).sync(None, version, TensorTarget({}))
 
 
 @pytest.mark.parametrize("target_class", [TornTarget, ForgetfulTarget])

@@ -151,6 +151,11 @@ def test_an_adapter_store_takes_no_state_without_an_adapter_and_no_base_without_
         Publisher(tmp_path, adapter=Adapter(unknown, CONFIG))
 
 
+def test_a_base_by_its_name_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adapter base 'job-a': use Base"):
+        Adapter("job-a", {"peft_type": "LORA"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "config", [{"r": 4}, {"peft_type": 3}, {"peft_type": "LORA", "x": "y" * 2**20}]
 )

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,12 +13,9 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.layout.apply_journal import (
     Applying,
     Held,
-    Repair,
     decoded_record,
     encoded_record,
     read_record,
-    repair,
-    repairs,
     write_record,
 )
 
@@ -77,8 +75,8 @@ def test_a_difference_is_applied_exactly_once_through_any_number_of_kills(
     )
     held = dict(before)
     for _ in range(len(tensors) + 1):
-        needed = repairs(record, {name: digest(value) for name, value in held.items()})
-        behind = [name for name, what in needed.items() if what is Repair.ROLL_FORWARD]
+        behind = record.behind({name: digest(value) for name, value in held.items()})
+        assert behind is not None
         if not behind:
             break
         held[behind[0]] ^= tensors[behind[0]][1]
@@ -91,17 +89,20 @@ def test_a_difference_is_applied_exactly_once_through_any_number_of_kills(
 def test_only_the_old_bits_take_a_delta_and_only_the_new_ones_stay(
     before: int | None, now: int | None, after: int
 ) -> None:
-    what = repair(
-        before=None if before is None else digest(before),
-        now=None if now is None else digest(now),
-        after=digest(after),
+    record = msgspec.structs.replace(
+        APPLYING,
+        before={} if before is None else {"w": digest(before)},
+        after={"w": digest(after)},
     )
-    assert (what is Repair.KEEP) == (now == after)
-    assert (what is Repair.ROLL_FORWARD) == (now is not None and now == before and now != after)
+    behind = record.behind({} if now is None else {"w": digest(now)})
+    assert (behind == []) == (now == after)
+    assert (behind == ["w"]) == (now is not None and now == before and now != after)
 
 
-def test_a_tensor_that_is_not_there_is_written_anew() -> None:
-    assert repairs(APPLYING, {}) == {"w": Repair.REWRITE}
+def test_files_with_another_tensor_are_written_anew() -> None:
+    assert APPLYING.behind({}) is None
+    assert APPLYING.behind({"w": APPLYING.after["w"]}) == []
+    assert APPLYING.behind({"w": APPLYING.after["w"], "x": digest(0)}) is None
 
 
 @pytest.mark.parametrize("kind", RECORDS)

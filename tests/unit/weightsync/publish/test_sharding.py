@@ -77,9 +77,9 @@ def test_the_slices_of_all_ranks_tile_the_tensor_where_torch_says_they_are(
         if part is None:
             assert any(p.is_replicate() and c for p, c in zip(placements, coordinate, strict=True))
             continue
-        found.append(part.record)
-        if part.record is not None:
-            assert (part.record.lengths, part.record.offsets) == tensor.where()
+        found.append(part[1])
+        if part[1] is not None:
+            assert (part[1].lengths, part[1].offsets) == tensor.where()
     if found == [None]:
         return
     assert tiles([record for record in found if record is not None])
@@ -93,9 +93,9 @@ def test_uneven_shards_tile_and_a_rank_with_nothing_publishes_nothing(
     tensors = [Sharded((rows, 3), (Shard(0),), Mesh((ranks,), (rank,))) for rank in range(ranks)]
     parts = [part_of("w", tensor) for tensor in tensors]
     held = [part for part in parts if part is not None]
-    assert sum(part.tensor.shape[0] for part in held) == rows
+    assert sum(tensor.shape[0] for tensor, _ in held) == rows
     if len(held) > 1:
-        assert tiles([part.record for part in held if part.record is not None])
+        assert tiles([record for _, record in held if record is not None])
     assert [part is None for part in parts] == [tensor.where()[0][0] == 0 for tensor in tensors]
 
 
@@ -111,8 +111,8 @@ def test_a_partial_sum_is_not_published() -> None:
 def test_a_slice_in_words_is_where_it_says() -> None:
     part = part_of("w", ShardSlice(torch.zeros(4, 2), (4, 6), dim=1, offset=2))
     assert part is not None
-    assert part.record == SliceRecord("w", (4, 6), (0, 2), (4, 2))
-    assert part.record.entry == "w[:, 2:4]"
+    assert part[1] == SliceRecord("w", (4, 6), (0, 2), (4, 2))
+    assert part[1].entry == "w[:, 2:4]"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """State of each chunk of a file: present, in transit, or to be requested next.
 
-A file that N readers want in overlapping ranges is pulled once: every chunk is claimed by at most
-one pull at a time. Pure; touches no file and no clock.
+A file that N readers want in overlapping ranges, or one reader in parts, is pulled once: every
+chunk is claimed by at most one pull at a time. Pure; touches no file and no clock.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum, auto
 from weightsync.transport.ranges import ByteSpan
 
 CHUNK_BYTES = 256 << 10
-"""Size of the smallest pull: a header costs one chunk of a slow link, not a shard."""
+"""Size of a relay's smallest pull: a header costs one chunk of a slow link, not a shard."""
 
 
 class _State(Enum):

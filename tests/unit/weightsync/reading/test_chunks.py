@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.serve.chunks import ChunkMap
+from weightsync.reading.chunks import ChunkMap
 from weightsync.transport.ranges import ByteSpan
 
 CHUNK = 10
