@@ -287,7 +287,7 @@ class NodeAgent:
 
     def silent_slots(self) -> list[tuple[str, str]]:
         # A probe's answer needs no token: it has no paths.
-        return [(slot.name, why) for slot in self.slots if (why := slot.failed or slot.unready)] + [
+        return [(slot.name, why) for slot in self.slots if (why := slot.unready)] + [
             (name, "not open, see status") for name in self.slots.failed
         ]
 

@@ -23,7 +23,7 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
-from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
+from harvester.cli.guest_checks import checks, isolation_note, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
@@ -89,7 +89,8 @@ def guest(
         slot=chosen.name,
     )
     command = replace(command, environment=command.environment | owners.variable())
-    for note in _notes(chosen, planned, pages, owners):
+    seen = isolation_note(planned.isolation, PageDirectory(pages, owners)) if dry_run else ""
+    for note in filter(None, (seen, *_notes(chosen, planned, pages, owners))):
         console.print(f"- {note}", soft_wrap=True, highlight=False)
     if dry_run:
         _print_command(command, planned)

@@ -601,6 +601,7 @@ def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -
     stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
     stage.beats()
     assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 is expired")]
+    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 is expired"]
 
 
 def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
