@@ -796,3 +796,16 @@ def test_an_offer_s_headroom_has_its_age(stage: Stage) -> None:
     assert offer.headroom_ratio == 1.0
     assert offer.headroom_age_s is not None
     assert offer.headroom_age_s >= 0
+
+
+def test_a_call_that_is_repeated_is_no_beat(stage: Stage) -> None:
+    lease = stage.harvest()
+    before = len(list(read_journal(stage.journal)))
+    for _ in range(50):
+        assert stage.take().lease == lease.lease
+    assert len(list(read_journal(stage.journal))) == before
+    stage.node.release(lease.lease)
+    assert len(list(read_journal(stage.journal))) == before + 1
+    for _ in range(50):
+        stage.node.release(lease.lease)
+    assert len(list(read_journal(stage.journal))) == before + 1
