@@ -128,7 +128,7 @@ class BudgetLedger:
                 return
             forgotten = account.charged - report.charged
             if new is None:
-                # What the copy is charged is not known from what was charged since.
+                # Charges of the copy and new ones cannot be told apart.
                 self._lose(key, account, account.charged, account.outstanding, now)
             elif report.run > account.run and forgotten > 0:
                 self._lose(key, account, forgotten, 0.0, now)

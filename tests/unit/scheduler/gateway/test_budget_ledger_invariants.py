@@ -233,7 +233,7 @@ class Fleet(RuleBasedStateMachine):
             SETTINGS, msgspec.msgpack.decode(kept, type=BudgetState), proven=False
         )
         again.restart(self.now)
-        # What the copy is charged was charged once.
+        # Charges of the copy were charged once.
         self.copied += again.budget.spent
         self.dead.append(found)
         self.nodes[node] = again
