@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from harvester.cli.audit_command import printable
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.stops import (
@@ -118,7 +119,7 @@ def _order(
 
 def _print_order(reply: StopReply | ClusterStopReply) -> None:
     if reply.in_force is not None:
-        typer.echo(f"in force: {reply.in_force.text}")
+        typer.echo(printable(f"in force: {reply.in_force.text}"))
     else:
         typer.echo("resumed" if reply.lifted else "nothing was stopped in this scope by command")
 
@@ -129,7 +130,7 @@ def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials)
     reply = call(gateway, path, ClusterStopReply, credentials, option="--gateway", body=request)
     _print_order(reply)
     for name, fault in reply.agents.items():
-        typer.echo(f"  {name}: {fault or 'obeys'}")
+        typer.echo(printable(f"  {name}: {fault or 'obeys'}"))
     if missing := [name for name, fault in reply.agents.items() if fault]:
         names = ", ".join(missing)
         raise Exhausted(f"no answer of {names}; the gateway repeats the order every second")

@@ -325,6 +325,30 @@ def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixtur
     assert "http://HOST:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("status", "--pages", "/x"), ("hold", "--reason", "r")])
+def test_a_server_s_refusal_is_one_line_and_commands_no_terminal(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(b'{"error": "\\u001b[2Jno\\nrosemux: all is well"}')
+
+        do_POST = do_GET  # noqa: N815 - named by the base class
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert exit_code([*command, "--agent", url]) == 1
+        server.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("HTTP 404:  [2Jno rosemux: all is well")
+
+
 def test_a_token_goes_to_the_named_server_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

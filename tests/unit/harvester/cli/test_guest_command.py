@@ -362,11 +362,11 @@ def test_a_dry_run_says_of_each_thing_that_a_guest_needs_whether_it_is_there(
     assert "grant missing: the guest would wait for `rosemux agent`" in shown
     pages = PageDirectory(tmp_path / "pages/slot0")
     pages.grant_writer().write(
-        Grant(epoch=1, mode=GrantMode.CLOSED, reason="no lease"),
+        Grant(epoch=1, mode=GrantMode.CLOSED, reason="hold: rack [/b]\x1b[2J"),
         now_ns=monotonic_ns(),
         ttl_ns=3_600_000_000_000,
     )
-    assert "grant closed (no lease)" in said(config, capsys)[1]
+    assert "grant closed (hold: rack [/b] [2J)" in said(config, capsys)[1]
 
 
 def test_a_dry_run_looks_whether_the_isolation_holds_beside_production(
@@ -379,7 +379,8 @@ def test_a_dry_run_looks_whether_the_isolation_holds_beside_production(
     pages.grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
     pulses = pages.pulse_writer("production", 0)
     idle, fault = ("chrt", "--idle", "0"), "has no effect: threads of the guest are in"
-    for before, text in (((), "from here holds"), (idle, fault)):
+    other = ("chrt", "--other", "0")
+    for before, text in ((other, "from here holds"), (idle, fault)):
         with subprocess.Popen([*before, "sleep", "60"]) as production:
             (root,) = process_ids([production.pid])
             pulses.write(Pulse(root=root), now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
