@@ -2,7 +2,8 @@
 
     python deploy/check_expressions.py --prometheus http://127.0.0.1:9090
 
-Prints each expression that does not parse or returns no series and exits 1, else exits 0.
+Prints each expression that does not parse or returns no series and exits 1, else exits 0. A
+component of which there is no series at all is one line, and expressions on it are no faults.
 Expressions whose series hold only NaN or infinity, such as a quantile of nothing, are printed too,
 but are no fault. A dashboard query or a recording rule must itself return something. An alert that
 does not fire returns nothing, so each of its selectors must return something. Only reads.
@@ -42,6 +43,14 @@ _IF_CONFIGURED = frozenset(
     }
 )
 """Selectors of alerts on what is off by default."""
+_COMPONENTS = {
+    "agent": "harvester_.+",
+    "gateway": "scheduler_.+",
+    "phases": "scheduler_phase_.+",
+    "weights": "weightsync_.+",
+    "vllm": "vllm:.+",
+}
+"""Names of each component's series. `phases` comes after `gateway`, whose names begin alike."""
 _WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan", "Inf", "NaN"}
 
 
@@ -143,6 +152,23 @@ def substitute(text: str, values: dict[str, str], *, window: str) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda m: known.get(m[1] or m[2], m[0]), text)
 
 
+def components(text: str) -> frozenset[str]:
+    """Components whose series an expression asks for, recorded series and their scrapes too."""
+    found = set(re.findall(r'\bjob="rosemux-(\w+)"', text))
+    for selector in selectors(text):
+        name = selector.partition("{")[0]
+        of_name = [each for each, names in _COMPONENTS.items() if re.search(rf"\b{names}", name)]
+        found.update(of_name[-1:])
+    return frozenset(found)
+
+
+def absent_components(prometheus: Prometheus) -> tuple[str, ...]:
+    """Components of which there is no series."""
+    matchers = {each: f'__name__=~"{names}"' for each, names in _COMPONENTS.items()}
+    matchers["gateway"] += f', __name__!~"{_COMPONENTS["phases"]}"'
+    return tuple(each for each in matchers if not prometheus.values(f"count({{{matchers[each]}}})"))
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     line: str
@@ -153,23 +179,31 @@ class Finding:
 def find(
     prometheus: Prometheus, *, dashboard_path: Path = DASHBOARD, window: str = "1m"
 ) -> tuple[Finding, ...]:
-    """Findings over every rule and panel: faults, and series without a value yet."""
+    """Findings over every rule and panel: faults, components that are not scraped, and series
+    without a value yet."""
     dashboard = json.loads(dashboard_path.read_text())
     values = variable_values(dashboard, prometheus)
     panels = (
         Expression(one.where, substitute(one.text, values, window=window))
         for one in dashboard_expressions(dashboard)
     )
-    asked = (*rule_expressions(), *panels)
-    return tuple(found for one in asked for found in _findings(prometheus, one))
+    absent, none = absent_components(prometheus), len(_COMPONENTS)
+    found = [Finding(f"{each}: not scraped here", is_fault=len(absent) == none) for each in absent]
+    for one in (*rule_expressions(), *panels):
+        found += _findings(prometheus, one, frozenset(absent))
+    return tuple(found)
 
 
-def _findings(prometheus: Prometheus, expression: Expression) -> Iterator[Finding]:
+def _findings(
+    prometheus: Prometheus, expression: Expression, absent: frozenset[str]
+) -> Iterator[Finding]:
     where, text = expression.where, expression.text
     try:
         prometheus.format_query(text)
         for query in selectors(text) if expression.is_alert else (text,):
             values = prometheus.values(query)
+            if not values and absent & components(query):
+                continue
             if not values:
                 off = query.partition("{")[0] in _IF_CONFIGURED
                 line = f"{where}: no data: {query}{' (off unless configured)' if off else ''}"
@@ -193,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     faults = [one for one in found if one.is_fault]
     for one in found:
         print(one.line)
-    print(f"{len(faults)} faults, {len(found) - len(faults)} without a value yet")
+    print(f"{len(faults)} faults, {len(found) - len(faults)} not scraped or without a value yet")
     return 1 if faults else 0
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,28 @@ from benchmarks.testbed.reporting import report
 from benchmarks.testbed.trace import read_trace
 
 Named = dict[str, Service | TracedService]
+Task = tuple[str, int]
+"""Name of a service, and seed."""
 
 
-def _run_named(
-    directory: Path | None, task: tuple[str, Service | TracedService, int]
-) -> dict[str, Any]:
-    name, service, seed = task
+@cache
+def services(traces: tuple[Path, ...]) -> Named:
+    """All services, those of the traces too; each process makes its own."""
+    made: Named = dict(SERVICES)
+    for path in traces:
+        made |= traced_services(read_trace(path))
+    return made
+
+
+def _run_named(traces: tuple[Path, ...], directory: Path | None, task: Task) -> dict[str, Any]:
+    name, seed = task
     file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{seed}.json"
     path = None if directory is None else directory / file
-    return kept_result(path, lambda: run(service, seed), dict[str, Any])
+    return kept_result(path, lambda: run(services(traces)[name], seed), dict[str, Any])
 
 
-def summary(services: Named, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    return {name: _summary(each, harmful=services[name].harmful) for name, each in runs.items()}
+def summary(named: Named, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {name: _summary(each, harmful=named[name].harmful) for name, each in runs.items()}
 
 
 def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]:
@@ -85,18 +94,16 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="directory of runs that are kept")
     parser.add_argument("--workers", type=int, help="processes side by side, one a core by default")
     arguments = parser.parse_args()
-    services: Named = dict(SERVICES)
-    for path in arguments.trace:
-        services |= traced_services(read_trace(path))
+    traces = tuple(arguments.trace)
     # The first run of each service first: a piece then tells of all of them.
     tasks = sorted(
         (
-            (name, service, seed)
-            for name, service in services.items()
+            (name, seed)
+            for name, service in services(traces).items()
             if not arguments.only or arguments.only in name
             for seed in range(arguments.runs or service.runs)
         ),
-        key=itemgetter(2),
+        key=itemgetter(1),
     )
     if not tasks:
         parser.error(f"--only: no service has {arguments.only!r} in its name")
@@ -104,23 +111,23 @@ def main() -> None:
     if resume is not None:
         resume.mkdir(parents=True, exist_ok=True)
     report(
-        "guards", lambda: measured(tasks, resume, arguments.workers), arguments.json, engines=False
+        "guards",
+        lambda: measured(tasks, traces, resume, arguments.workers),
+        arguments.json,
+        engines=False,
     )
 
 
 def measured(
-    tasks: list[tuple[str, Service | TracedService, int]],
-    resume: Path | None,
-    workers: int | None,
+    tasks: list[Task], traces: tuple[Path, ...], resume: Path | None, workers: int | None
 ) -> dict[str, Any]:
     """`resume`: directory of runs of earlier pieces of the same code, which gets the others."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in tasks}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tasks}
     with ProcessPoolExecutor(workers) as executor:
-        found = executor.map(partial(_run_named, resume), tasks)
-        for (name, _, _), one in zip(tasks, found, strict=True):
+        found = executor.map(partial(_run_named, traces, resume), tasks)
+        for (name, _), one in zip(tasks, found, strict=True):
             runs[name].append(one)
-    services = {name: service for name, service, _ in tasks}
-    return {"summary": summary(services, runs), "runs": runs}
+    return {"summary": summary(services(traces), runs), "runs": runs}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import re
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Generic, Literal, TypeVar
 from urllib.parse import urlencode, urlsplit
 
@@ -23,7 +25,7 @@ from harvester.contracts.errors import Exhausted, reason_of
 from harvester.interlock_config import AcceleratorsConfig, AlertsConfig
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
-from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
+from harvester.policy.interlocks import AcceleratorsReading, AlertMatcher, AlertsReading
 
 R = TypeVar("R", bound=AlertsReading | AcceleratorsReading)
 T = TypeVar("T")
@@ -33,6 +35,8 @@ BODY_BYTES_MAX = 4 << 20
 _PAGE_BYTES_MAX = 1 << 20
 _LINES_BYTES_MAX = 256 << 10
 """Lines of dcgm-exporter's page that are parsed: three of 300 bytes for each GPU."""
+_MISSED_EVALUATIONS, _EVALUATION_S = 3, 30.0
+"""A rule that was not evaluated for so many of its intervals, and for so long, says nothing."""
 NOT_ASKED_YET = "not asked yet"
 _DCGM = {
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
@@ -47,16 +51,18 @@ class _Alert(msgspec.Struct):
     state: Literal["firing", "pending", "inactive"] = "inactive"
 
 
-class _Rule(msgspec.Struct):
+class _Rule(msgspec.Struct, rename="camel"):
     name: str
     type: str
     health: str = "unknown"
+    last_evaluation: datetime | None = None
     labels: dict[str, str] = {}
     alerts: list[_Alert] = []
 
 
 class _Group(msgspec.Struct):
     rules: list[_Rule]
+    interval: float = 0.0
 
 
 class _Groups(msgspec.Struct):
@@ -77,11 +83,18 @@ class _Raised(msgspec.Struct):
     status: _Status
 
 
-def read_rules(body: bytes) -> AlertsReading:
-    """Prometheus's /api/v1/rules. Raises as msgspec does."""
+def read_rules(body: bytes, date: str = "") -> AlertsReading:
+    """Prometheus's /api/v1/rules; `date`: when it answered, by its own clock. Raises as msgspec
+    does, and ValueError for a date that is none."""
     groups = msgspec.json.decode(body, type=_Rules).data.groups
     rules = [rule for group in groups for rule in group.rules if rule.type == "alerting"]
     sick = {rule.name for rule in rules if rule.health != "ok"}
+    if date:
+        # Where evaluation stands still, its last result goes on with the health of then.
+        answered = parsedate_to_datetime(date)
+        sick |= {
+            rule.name for group in groups for rule in group.rules if _late(rule, group, answered)
+        }
     return AlertsReading(
         firing=tuple(
             {**alert.labels, "alertname": rule.name}
@@ -93,7 +106,14 @@ def read_rules(body: bytes) -> AlertsReading:
     )
 
 
-def read_raised(body: bytes) -> AlertsReading:
+def _late(rule: _Rule, group: _Group, answered: datetime) -> bool:
+    if rule.last_evaluation is None or not group.interval:
+        return False
+    patience_s = max(_MISSED_EVALUATIONS * group.interval, _EVALUATION_S)
+    return (answered - rule.last_evaluation).total_seconds() > patience_s
+
+
+def read_raised(body: bytes, _date: str = "") -> AlertsReading:
     """Alertmanager's /api/v2/alerts. Raises as msgspec does."""
     raised = msgspec.json.decode(body, type=list[_Raised])
     return AlertsReading(
@@ -101,7 +121,7 @@ def read_raised(body: bytes) -> AlertsReading:
     )
 
 
-def read_dcgm(body: bytes) -> AcceleratorsReading:
+def read_dcgm(body: bytes, _date: str = "") -> AcceleratorsReading:
     """dcgm-exporter's page. Raises ValueError for lines that are no samples."""
     lines = "\n".join(_DCGM_LINES.findall(body.decode(errors="replace")))
     if len(lines) > _LINES_BYTES_MAX:
@@ -156,10 +176,18 @@ class Probe(Generic[R]):
 
 
 def alerts_probe(config: AlertsConfig, *, clock: Clock) -> Probe[AlertsReading]:
-    path, read = "/api/v1/rules?type=alert", read_rules
+    path = "/api/v1/rules?type=alert"
+    decode: Callable[[bytes, str], AlertsReading] = read_rules
     if config.server == "alertmanager":
         chosen = {"active": "true", "silenced": "false", "inhibited": "false"}
-        path, read = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
+        path, decode = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
+    chosen_alerts = (*config.matchers, AlertMatcher(name=config.watchdog))
+
+    def read(body: bytes, date: str) -> AlertsReading:
+        # Thousands of alerts may fire; the beat looks at one of each that is asked for.
+        found = decode(body, date)
+        first = (next(filter(each.matches, found.firing), None) for each in chosen_alerts)
+        return msgspec.structs.replace(found, firing=tuple(filter(None, first)))
 
     async def ask(session: aiohttp.ClientSession) -> AlertsReading:
         peer = Peer(session, config.url, config)
@@ -191,7 +219,7 @@ def nvml_probe(
 
 
 async def _fetched(
-    peer: Peer, path: str, read: Callable[[bytes], R], timeout_s: float, most_bytes: int
+    peer: Peer, path: str, read: Callable[[bytes, str], R], timeout_s: float, most_bytes: int
 ) -> R:
     """The reading of a whole body. Raises as `read` does, and Exhausted for any status but 200 and
     for a body over the limit."""
@@ -199,10 +227,11 @@ async def _fetched(
         if reply.status != 200:
             raise Exhausted(f"HTTP {reply.status}")
         body = await body_of(reply, most_bytes=most_bytes + 1)
+        date = reply.headers.get("Date", "")
     if len(body) > most_bytes:
         raise Exhausted(f"more than {most_bytes} bytes")
     # In a thread: the beats of all slots go on meanwhile.
-    return await asyncio.to_thread(read, body)
+    return await asyncio.to_thread(read, body, date)
 
 
 async def _in_daemon(work: Callable[[], T]) -> T:

@@ -23,7 +23,6 @@ from harvester.policy.interlocks import (
     AcceleratorsReading,
     AlertsReading,
     Interlock,
-    Verdict,
     judge_accelerators,
     judge_alerts,
 )
@@ -45,12 +44,11 @@ class InterlockWatch:
         self._alerts = config.interlocks.alerts
         self._accelerators = config.interlocks.accelerators
         self._alerts_probe: Probe[AlertsReading] | None = None
-        self._judged: AlertsReading | None = None
-        self._alerts_verdict = Verdict()
         self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
         if (alerts := self._alerts) is not None:
             self._alerts_probe = alerts_probe(alerts, clock=clock)
             self._alerts_lock = _interlock("alerts", alerts)
+            self._matchers = alerts.matchers
         self._locks: dict[str, tuple[Interlock, tuple[str, ...]]] = {}
         self._absent: dict[str, Interlock] = {}
         self.configure(config)
@@ -101,12 +99,7 @@ class InterlockWatch:
         ]
         if self._alerts is not None and self._alerts_probe is not None:
             alerts = self._alerts_probe.reading
-            if alerts is not self._judged:
-                # Once for each reading: thousands of alerts may fire, and beats are many.
-                self._judged = alerts
-                matchers, watchdog = self._alerts.matchers, self._alerts.watchdog
-                self._alerts_verdict = judge_alerts(alerts, matchers, watchdog=watchdog)
-            verdict = self._alerts_verdict
+            verdict = judge_alerts(alerts, self._matchers, watchdog=self._alerts.watchdog)
             found.append(self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now))
             self._report("alerts", {self._alerts_lock.unknown}, now=now)
         if self._accelerators_probe is not None:

@@ -24,7 +24,6 @@ from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import LeaseId, NodeId
 from harvester.contracts.wire.leases import (
-    EndReason,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -157,8 +156,9 @@ class NodeAgent:
         lease = self.leases.live(answer.slot)
         if lease is not None and lease != before[lease.slot]:
             self._lease_audit.granted(lease, who=who, ttl_s=answer.duration_s)
-        # The guest must know the epoch before the holder's first request carries it.
-        self.beat()
+            # The guest must know the epoch before the holder's first request carries it. A repeated
+            # call gets no beat: each is a line in the journal.
+            self.beat()
         return answer
 
     def _take(self, request: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
@@ -196,8 +196,7 @@ class NodeAgent:
 
     def release(self, lease: LeaseId, *, who: str = "") -> LeaseEnded:
         answer = self.leases.release(lease, now=self.clock.now())
-        self._count_ended(who=who)
-        if answer.reason is not EndReason.UNKNOWN:
+        if self._count_ended(who=who):
             self.beat()
         return answer
 
@@ -287,7 +286,7 @@ class NodeAgent:
 
     def silent_slots(self) -> list[tuple[str, str]]:
         # A probe's answer needs no token: it has no paths.
-        return [(slot.name, why) for slot in self.slots if (why := slot.failed or slot.unready)] + [
+        return [(slot.name, why) for slot in self.slots if (why := slot.unready)] + [
             (name, "not open, see status") for name in self.slots.failed
         ]
 
@@ -305,10 +304,11 @@ class NodeAgent:
         for slot in self.slots:
             slot.refresh_metrics()
 
-    def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> None:
-        """`detail` says why, where it is not the policy's reason."""
-        for lease, reason in self.leases.take_ended():
+    def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> bool:
+        """Whether a lease has ended. `detail` says why, where it is not the policy's reason."""
+        for lease, reason in (ended := self.leases.take_ended()):
             slot = self.slots.named(lease.slot)
             slot.exposition.ended(reason.value)
             why = slot.policy.reason if detail is None else detail
             self._lease_audit.ended(lease, reason, who=who, detail=why)
+        return bool(ended)

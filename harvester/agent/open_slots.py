@@ -35,7 +35,7 @@ class OpenSlots:
         metrics: AgentMetrics,
         audit: AuditLog,
         clock: Clock,
-        on_closed: Callable[[], None],
+        on_closed: Callable[[], object],
         beat_if_due: Callable[[], None],
     ) -> None:
         """`on_closed` is called with the slot still among the open ones, `beat_if_due` between two

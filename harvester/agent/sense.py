@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from harvester.agent.guest_lock import GUEST_LOCK
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.contracts.clock import monotonic_ns
@@ -19,7 +20,8 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.owners import user_name
-from harvester.contracts.process import ProcessId
+from harvester.contracts.process import ProcessId, process_ids
+from harvester.platform.file_lock import lock_holder
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.sample import (
     FOREIGN_PULSE,
@@ -39,8 +41,6 @@ _RELIST_BEATS = 5
 
 def _runs_below_production(process: ProcessId) -> bool:
     """Queried from the kernel: a supervisor may have isolated the guest from outside."""
-    if not process.lives():
-        return False
     try:
         if os.sched_getscheduler(process.pid) == os.SCHED_IDLE:
             return True
@@ -73,6 +73,8 @@ class SlotSensor:
         namespace it is not, and its absence shows nothing."""
         self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
+        self._starting: tuple[ProcessId, ...] = ()
+        self._lock_path = directory.path / GUEST_LOCK
         self._strangers: set[Path] = set()
         self._strangers_logged = EventLimit()
         self.seen_ns: dict[str, int] = {}
@@ -136,11 +138,26 @@ class SlotSensor:
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
         self._log_stranger(self._guest.path, found.fault)
         if found.record is None:
-            below = any(_runs_below_production(process) for process in self._guest_processes)
-            return GuestReading(fault=found.fault, runs_below_production=below)
+            self._find_silent_guest(found.fault)
+            living = [each for each in self._guest_processes if each.lives()]
+            below = any(map(_runs_below_production, living))
+            lives = bool(living) or any(each.lives() for each in self._starting)
+            return GuestReading(fault=found.fault, runs_below_production=below, lives=lives)
         self.seen_ns[PageName.GUEST] = found.stamp_ns
         self._guest_processes = found.record.processes
         return GuestReading(record=found.record)
+
+    def _find_silent_guest(self, fault: PageFault | None) -> None:
+        """Its processes, if it fell silent before this agent started, and the one that starts a
+        guest without a page yet."""
+        if not self.listed:
+            return
+        if fault is PageFault.EXPIRED and not self._guest_processes:
+            left = self._guest.read_left().record
+            self._guest_processes = left.processes if left is not None else ()
+        self._starting = ()
+        if fault is PageFault.MISSING and (holder := lock_holder(self._lock_path)) is not None:
+            self._starting = process_ids([holder])
 
     def _names(self) -> tuple[str, ...]:
         """Pulse files expected or present. The directory is listed again when it has changed, and

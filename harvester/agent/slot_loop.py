@@ -81,8 +81,7 @@ class Slot:
         """Whether anything was lent, as last logged."""
         self._unfit = ""
         self._stop: Stop | None = None
-        self.unready = "no beat yet"
-        """Why it could not lend, whatever is ordered: a pulse that is not there, or no record."""
+        self._unready = "no beat yet"
         self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
@@ -177,11 +176,17 @@ class Slot:
             state, reason = SlotState.OFF, unrecorded
         self._leases.offer(self.name, state, reason)
         silent = [f"{each.name} is {each.fault}" for each in sample.pulses if each.record is None]
-        self.unready = self.fault or "; ".join(silent) or ("" if sample.pulses else "no pulse")
+        self._unready = self.fault or "; ".join(silent) or ("" if sample.pulses else "no pulse")
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
         self.failed = ""
+
+    @property
+    def unready(self) -> str:
+        """Why it could not lend, whatever is ordered: a beat that raised, a pulse that is not
+        there, or no record."""
+        return self.failed or self._unready
 
     def refresh_metrics(self) -> None:
         self.exposition.refresh(self.policy, self.sensor.seen_ns, self.forecasts())
@@ -301,6 +306,7 @@ class Slot:
             guest_tokens_total=self.exposition.guest_tokens_total,
             stop=self._stop,
             forecasts=self.forecasts(),
+            unready=self.unready,
         )
 
     def _budget_report(self, *, leased: bool) -> BudgetReport | None:

@@ -128,10 +128,13 @@ class StopRegistry:
         Exhausted if there are too many or a lifted one cannot be taken off the disk."""
         request.check()
         source = StopSource.CLUSTER if request.cluster else StopSource.OPERATOR
+        # An order for a slot that has gone since can be lifted.
+        slots = {slot.name for slot in self._config.slots}
+        slots.update(stop.slot for stop in self._table.stops)
+        if request.slot and request.slot not in slots:
+            raise PeerProtocolError(f"slot: this node has no slot {request.slot}")
         if request.order is StopOrder.NONE:
             return self._lift(request, source, now)
-        if request.slot and request.slot not in {slot.name for slot in self._config.slots}:
-            raise PeerProtocolError(f"slot: this node has no slot {request.slot}")
         stop = Stop(
             order=request.order,
             source=source,
@@ -156,7 +159,7 @@ class StopRegistry:
             source, slot=request.slot, tenant=request.tenant, number=request.number
         )
         if self._table.stops == before:
-            return StopReply(in_force=left, recorded=not self._unsaved)
+            return StopReply(in_force=left, recorded=not self._unsaved, lifted=False)
         self._save(now)
         if self._unsaved:
             # A restarted agent would stop again: the operator shall know now.

@@ -36,12 +36,13 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} lends {offer.lending.summary}"
-        if offer.reason:
+        if offer.reason and offer.reason != _fault(offer):
             yield f"Slot {offer.slot}: {offer.reason}"
     for stop in offers.stops:
         scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
         yield f"Stopped, {scope}: {stop.text}"
     yield from agent_faults(offers)
+    yield from slot_faults(offers)
 
 
 def agent_faults(offers: SlotOffers) -> Iterator[str]:
@@ -58,10 +59,16 @@ def agent_faults(offers: SlotOffers) -> Iterator[str]:
 
 
 def slot_faults(offers: SlotOffers) -> Iterator[str]:
-    """Slots that may not lend though their operator lets them: quarantined, unfit, not recorded."""
+    """Slots for which `/readyz` is 503, and those that may not lend though their operator lets
+    them: quarantined, unfit."""
     for offer in offers.slots:
-        if (offer.mode, offer.slot_state) == ("harvest", "off") and offer.stop is None:
-            yield f"Slot {offer.slot}: {offer.reason}"
+        if fault := _fault(offer):
+            yield f"Slot {offer.slot} needs a look: {fault}"
+
+
+def _fault(offer: SlotOffer) -> str:
+    off = (offer.mode, offer.slot_state) == ("harvest", "off") and offer.stop is None
+    return offer.unready or (offer.reason if off else "")
 
 
 def gib(size_bytes: int) -> str:

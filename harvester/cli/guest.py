@@ -23,7 +23,8 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
-from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
+from harvester.cli.audit_command import printable
+from harvester.cli.guest_checks import checks, isolation_note, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
@@ -65,7 +66,7 @@ def guest(
     found = checks(requested, PageDirectory(pages, owners), imports=dry_run)
     for check in found:
         mark = "good" if check.good else "WRONG"
-        console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
+        console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
     vllm = supported_vllm()
     settings = _settings(chosen, requested)
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
@@ -89,8 +90,9 @@ def guest(
         slot=chosen.name,
     )
     command = replace(command, environment=command.environment | owners.variable())
-    for note in _notes(chosen, planned, pages, owners):
-        console.print(f"- {note}", soft_wrap=True, highlight=False)
+    seen = isolation_note(planned.isolation, PageDirectory(pages, owners)) if dry_run else ""
+    for note in filter(None, (seen, *_notes(chosen, planned, pages, owners))):
+        console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
         _print_command(command, planned)
     refuse_bad(found)
@@ -239,7 +241,7 @@ def _table(answers: Sequence[Answer], *, title: str) -> Table:
     table = Table("", "choice", "", "why", title=title, title_justify="left")
     for answer in answers:
         mark = "taken" if answer.taken else "possible" if answer.possible else "not here"
-        table.add_row(answer.question, answer.choice, mark, answer.why)
+        table.add_row(*map(printable, (answer.question, answer.choice, mark, answer.why)))
     return table
 
 

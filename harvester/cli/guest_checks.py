@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from coserve.guest import isolation
+from coserve.guest.isolation import Isolation
+from coserve.guest.isolation_watch import IsolationWatch
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+from harvester.contracts.isolation import PREEMPTING
 from harvester.contracts.page import PageDirectory
+from harvester.contracts.process import process_ids
 from harvester.guest_config import GuestConfig
 
 _IMPORT_S = 300.0
@@ -47,6 +52,26 @@ def supported_vllm() -> Capabilities:
         return capabilities(installed_vllm_version())
     except (ConfigError, Unsupported) as error:
         raise ConfigError(f"{error} ({sys.executable} would run the guest)") from error
+
+
+def isolation_note(chosen: Isolation, pages: PageDirectory) -> str:
+    """Whether the isolation would hold beside production for a guest that starts from here: a
+    process without work takes the guest's place and ends. "" for one that no kernel can show."""
+    if chosen.backend not in PREEMPTING:
+        return ""
+    waits = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as probe:
+        processes = process_ids([probe.pid])
+        watch = IsolationWatch(chosen.backend, pages, guest=lambda: processes)
+        try:
+            isolation.apply_to_process(chosen, probe.pid)
+            watch.look()
+            fault = watch.observed.fault
+        except (OSError, Unsupported) as error:
+            fault = str(error)
+    isolation.clear()
+    here = f"isolation {chosen.backend} of a guest that starts from here"
+    return f"{here} DOES NOT HOLD, its steps count whole: {fault}" if fault else f"{here} holds"
 
 
 def _checked(what: str, look: Callable[[], str]) -> Check:

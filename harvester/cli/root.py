@@ -217,5 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(error: RoseMuxError, code: int) -> None:
-    print(f"rosemux: {error}", file=sys.stderr)
+    from harvester.cli.audit_command import printable  # heavy for `--help`
+
+    # The words may be a server's, and shall neither command the terminal nor add a line.
+    print(f"rosemux: {printable(str(error))}", file=sys.stderr)
     sys.exit(code)

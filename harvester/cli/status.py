@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from harvester.agent.guest_lock import GUEST_LOCK
 from harvester.cli.agent_tables import (
     agent_faults,
     agent_sentences,
@@ -25,6 +26,7 @@ from harvester.contracts.page import (
     Guest,
     GuestMemory,
     PageDirectory,
+    PageFault,
     PageName,
     PageReader,
     Pulse,
@@ -32,6 +34,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
+from harvester.platform.file_lock import lock_holder
 
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
@@ -63,6 +66,8 @@ def status(
         raise ConfigError(
             f"no pages under {pages}: start `rosemux agent`, or give --pages or --gateway"
         )
+    if check and agent_url is None and gateway_url is None:
+        raise ConfigError("--check asks an agent or a gateway: give --agent or --gateway")
     if directories:
         console.print(_page_table(directories))
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)
@@ -107,10 +112,33 @@ def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
         path = directory.path / name
         owners = frozenset({path.stat().st_uid}) if path.exists() else frozenset()
         kind = _RECORDS.get(name, Pulse)
-        reading = PageReader(path, kind, owners=owners).read(now_ns=now_ns)
-        age = f"{(now_ns - reading.stamp_ns) / 1e6:.0f} ms" if reading.record else ""
-        rows.append((str(name), ", ".join(map(user_name, owners)), age, _summary(reading)))
+        reader = PageReader(path, kind, owners=owners)
+        reading = reader.read(now_ns=now_ns)
+        left = reader.read_left() if reading.fault is PageFault.EXPIRED else reading
+        age = "" if left.record is None else _age((now_ns - left.stamp_ns) / 1e9)
+        says = _summary(reading)
+        if reading.record is None:
+            says += _writer(directory, name, left.record)
+        rows.append((str(name), ", ".join(map(user_name, owners)), age, says))
     return rows
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _writer(directory: PageDirectory, name: str, left: Grant | Guest | Pulse | None) -> str:
+    """Processes that should have written a page, as far as they are seen."""
+    if name == PageName.GUEST and left is None:
+        pid = lock_holder(directory.path / GUEST_LOCK)
+        return "" if pid is None else f"; process {pid} starts a guest, or gets no core"
+    processes = left.processes if isinstance(left, Guest) else ()
+    if isinstance(left, Pulse) and left.root is not None:
+        processes = (left.root,)
+    living = [str(each.pid) for each in processes if each.lives()]
+    if not living:
+        return "; no process of it is seen here" if processes else ""
+    return f"; process {', '.join(living)} lives: it gets no core, or hangs"
 
 
 def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:

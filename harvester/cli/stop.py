@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from harvester.cli.audit_command import printable
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.stops import (
@@ -109,20 +110,27 @@ def _order(
         return
     path = "/v1/stops"
     reply = call(agent, path, StopReply, credentials, option="--agent", body=request)
-    typer.echo("resumed" if reply.in_force is None else f"in force: {reply.in_force.text}")
+    _print_order(reply)
     if request.order is StopOrder.NONE:
         typer.echo("`rosemux status --agent` lists orders of other scopes, if there are any")
     if not reply.recorded:
         raise Exhausted("order in force, but a restart of the agent forgets it: see its log")
 
 
+def _print_order(reply: StopReply | ClusterStopReply) -> None:
+    if reply.in_force is not None:
+        typer.echo(printable(f"in force: {reply.in_force.text}"))
+    else:
+        typer.echo("resumed" if reply.lifted else "nothing was stopped in this scope by command")
+
+
 def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:
     """Raises Exhausted if an agent is not known to obey."""
     path = "/v1/stops"
     reply = call(gateway, path, ClusterStopReply, credentials, option="--gateway", body=request)
-    typer.echo("resumed" if reply.in_force is None else f"in force: {reply.in_force.text}")
+    _print_order(reply)
     for name, fault in reply.agents.items():
-        typer.echo(f"  {name}: {fault or 'obeys'}")
+        typer.echo(printable(f"  {name}: {fault or 'obeys'}"))
     if missing := [name for name, fault in reply.agents.items() if fault]:
         names = ", ".join(missing)
         raise Exhausted(f"no answer of {names}; the gateway repeats the order every second")

@@ -109,6 +109,7 @@ class SlotRows:
         for row in self.rows:
             add_row(whole, *row)
             add_row(numbers, *row[: len(_HEAD)])
+        yield from self.faults  # First: a screen that is too low cuts what is below.
         wide = options.update(max_width=_WIDEST)
         if not self.rows or whole.__rich_measure__(console, wide).maximum <= options.max_width:
             yield whole
@@ -118,7 +119,6 @@ class SlotRows:
                 lends, guards, reason = row[len(_HEAD) :]
                 texts = [part for part in (lends, guards, reason) if part.plain]
                 yield Text.assemble(row[0], "/", row[1], ": ", Text("; ").join(texts))
-        yield from self.faults
 
 
 @dataclass(slots=True)

@@ -91,10 +91,10 @@ class BlockingPeer:
         try:
             method = "GET" if body is None else "POST"
             connection.request(method, self._base + path, body, headers)
-            response = connection.getresponse()
-            answer = response.read(most_bytes)
-            if response.length and len(answer) < most_bytes:
-                raise IncompleteRead(answer, response.length)
+            with connection.getresponse() as response:  # It owns a connection that ends with it.
+                answer = response.read(most_bytes)
+                if response.length and len(answer) < most_bytes:
+                    raise IncompleteRead(answer, response.length)
         except (OSError, HTTPException) as error:
             raise Exhausted(f"{what} gives no answer: {why_broken(connection, error)}") from error
         finally:

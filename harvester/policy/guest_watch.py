@@ -105,6 +105,16 @@ class GuestWatch:
             return False
         return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
 
+    def silence(self, reading: GuestReading) -> str:
+        """The reason for the state of a guest that is away, as far as it is seen."""
+        fault, rank = reading.fault or "missing", ""
+        if not reading.lives:
+            return f"guest {fault}"
+        if reading.runs_below_production:
+            rank = " below production"
+        does = "starts" if self.state.seen_at_s is None else "hangs"
+        return f"guest {fault}, its process lives{rank}: it gets no core, or {does}"
+
     def blocking_ratio(
         self, configured: float | Literal["auto"], reading: GuestReading, *, now: float
     ) -> float:

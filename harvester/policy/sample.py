@@ -40,8 +40,11 @@ class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
     runs_below_production: bool = msgspec.field(default=False, name="lives_below")
-    """Without a record: whether a process that the last record named still runs, in the idle class
-    or an idle control group, and so ranks below production wherever they share cores."""
+    """Without a record: whether a process of the guest still runs, in the idle class or an idle
+    control group, and so ranks below production wherever they share cores."""
+    lives: bool = False
+    """Without a record: whether a process that the last record named, or that starts the guest,
+    still runs."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):

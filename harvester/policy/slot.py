@@ -361,7 +361,7 @@ class SlotPolicy:
             if self.guest.away(now=now):
                 if self.guest.starved(sample.guest, idle_at_s=production.idle_at_s):
                     return Condition.STARVED, "guest alive and without a core"
-                idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
+                idle, reason = Condition.GUESTLESS, self.guest.silence(sample.guest)
             elif lacks_consent(sample.mps, sample.guest.record):
                 idle, reason = Condition.GUESTLESS, "guest under MPS without the slot's consent"
             elif sample.lease.lease is None:

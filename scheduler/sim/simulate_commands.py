@@ -18,11 +18,14 @@ def replay(
     """Feed a recorded journal to its policy again and report the first difference.
 
     With --config, compare the recorded settings of a slot with others."""
-    from harvester.contracts.errors import ConfigError
+    from harvester.contracts.errors import ConfigError, Corrupt
+    from harvester.contracts.journal import read_journal
 
     if not journal.is_file():
         raise ConfigError(f"no journal at {journal}")
     _say_torn(journal)
+    if next(read_journal(journal), None) is None:
+        raise Corrupt(f"{journal.name}: no line is whole")
     if config is not None:
         _compare(journal, config, slot)
     else:
@@ -38,6 +41,9 @@ def _repeat(journal: Path) -> None:
     replayed = replay_journal(journal)
     difference = replayed.difference
     if difference is None:
+        if not replayed.decisions:
+            typer.echo("nothing to compare: no decision yet")
+            return
         typer.echo(f"identical: {replayed.decisions} decisions, {replayed.effects} effects")
         return
     typer.echo(f"{journal.name} line {difference.line}, t={difference.t_s} s differs")
@@ -51,15 +57,12 @@ def _repeat(journal: Path) -> None:
 
 def _compare(journal: Path, config: Path, slot: str | None) -> None:
     from harvester.config_file import load_agent_config
-    from harvester.contracts.errors import Corrupt
     from harvester.contracts.journal import read_journal
     from scheduler.sim.what_if import what_if
     from scheduler.sim.what_if_text import what_if_text
 
     agent = load_agent_config(config, slot=slot)
-    first = next(read_journal(journal), None)
-    if first is None:
-        raise Corrupt(f"{journal.name}: no line is whole")
+    first = next(read_journal(journal))
     names = {one.name for one in agent.slots}
     recorded = getattr(first, "actor", "").removeprefix("agent:")
     chosen = agent.slot_named(slot or (recorded if recorded in names else None))

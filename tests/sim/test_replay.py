@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from harvester.contracts.errors import Corrupt, Unsupported
@@ -15,6 +16,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.policy.capacity import CapacityPolicy, CapacitySample, Demand, LeasableSlot
 from scheduler.model import Lease
 from scheduler.sim.replay import replay_journal
+from scheduler.sim.simulate_commands import replay
 
 CONFIG: dict[str, Any] = {"instance": "test", "duration_s": 9.0, "idle_release_s": 3.0}
 
@@ -126,10 +128,6 @@ def test_an_unknown_policy_is_unsupported(tmp_path: Path) -> None:
 
 
 def test_the_command_says_identical_or_shows_both_sides_and_fails(tmp_path: Path) -> None:
-    import typer
-
-    from scheduler.sim.simulate_commands import replay
-
     app = typer.Typer()
     app.command()(replay)
     path = _record(tmp_path)
@@ -145,3 +143,16 @@ def test_the_command_says_identical_or_shows_both_sides_and_fails(tmp_path: Path
         result = CliRunner().invoke(app, [str(path)])
         assert said in result.output
         assert f"this is {rosemux_version()}" in result.output
+
+
+@pytest.mark.parametrize("size_bytes", [0, 30])
+def test_a_journal_without_a_whole_line_is_no_identical_one(
+    tmp_path: Path, size_bytes: int
+) -> None:
+    path = tmp_path / "slot0.journal"
+    path.write_bytes(b'{"type":"opened","actor":"agent:slot0"'[:size_bytes])
+    app = typer.Typer()
+    app.command()(replay)
+    result = CliRunner().invoke(app, [str(path)])
+    assert "identical" not in result.output
+    assert isinstance(result.exception, Corrupt)

@@ -110,6 +110,8 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """The strongest order that binds the slot and the tenant of its lease."""
     forecasts: tuple[IdleForecast, ...] = ()
     """Sorted by horizon; a horizon of which too little is known is missing."""
+    unready: str = ""
+    """Why it could not lend, whatever is ordered; "" if it could. `/readyz` is 503 meanwhile."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

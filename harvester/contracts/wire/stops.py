@@ -126,6 +126,8 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     """This source's order for this scope after the call; it may be an earlier, stronger one."""
     recorded: bool = True
     """Whether a restarted agent would know it."""
+    lifted: bool = True
+    """False after an end for which this source had no order of this scope."""
 
 
 class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,3 +142,5 @@ class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     order again each second."""
     recorded: bool = True
     """Whether a restarted gateway would know it."""
+    lifted: bool = True
+    """False after an end for which the gateway knew no order of the cluster."""

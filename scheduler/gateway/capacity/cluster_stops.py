@@ -61,6 +61,7 @@ class ClusterStops:
             )
         before = self._stops.get(request.tenant)
         lifts = request.order is StopOrder.NONE
+        lifted = any(stop.order is not StopOrder.NONE for stop in self._known(request.tenant))
         if lifts or before is None or before.order.strength < request.order.strength:
             stop = Stop(
                 order=request.order,
@@ -89,6 +90,7 @@ class ClusterStops:
             in_force=None if lifts else in_force,
             agents={name: self.faults.get(name, "") for name in sorted(self._agents)},
             recorded=request.tenant not in self.unrecorded,
+            lifted=lifted,
         )
 
     async def agree(self, agent: str, reported: tuple[Stop, ...]) -> None:
@@ -134,13 +136,16 @@ class ClusterStops:
             self.faults.pop(agent, None)
         return True
 
+    def _known(self, tenant: str) -> list[Stop]:
+        """Any gateway's orders, and ends of orders, that are known here for this scope."""
+        reported = (stop for stops in self._reported.values() for stop in stops)
+        every = (*self._stops.values(), *reported)
+        cluster = (stop for stop in every if stop.source is StopSource.CLUSTER)
+        return [stop for stop in cluster if stop.tenant == tenant]
+
     def _latest(self, tenant: str) -> int:
-        """The highest number of any gateway's order that is known here, with one left above it."""
-        every = [
-            *self._stops.values(),
-            *(stop for stops in self._reported.values() for stop in stops),
-        ]
-        numbers = (stop.number for stop in every if stop.tenant == tenant)
+        """The highest number of an order that is known here, with one left above it."""
+        numbers = (stop.number for stop in self._known(tenant))
         # An agent may report any number; a number that no agent accepts would stop nothing.
         return min(max(numbers, default=0), NUMBER_MAX - 1)
 

@@ -7,8 +7,9 @@
 
 An allotment counts as outstanding until the slot reports a newer one or a later lease epoch. A slot
 that falls silent, or comes back without its history (another life), keeps what it might have spent
-outstanding for 28 days: unknown history counts as spent. `now` is the ledger's own time, which
-passes only while a scheduler runs. Sends nothing and stores nothing itself.
+outstanding for 28 days: unknown history counts as spent. A life that goes on from an earlier copy
+(a disk or a machine rolled back) is lost too, and begins a new account. `now` is the ledger's own
+time, which passes only while a scheduler runs. Sends nothing and stores nothing itself.
 """
 
 from collections.abc import Iterable
@@ -22,6 +23,9 @@ from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 
 _FRESH_S = 30.0
 """A leased slot with a newer report shares in the rest of the budget; its lease ends sooner."""
+_DOUBTFUL_S = 30.0
+"""Reports from before the last one, and no other ones for so long, are of a life that was rolled
+back: a late reply comes once, and within the patience of a call."""
 _TRAFFIC_HALF_S = 3600.0
 """Half-life of the traffic by which a budget is shared out."""
 
@@ -73,6 +77,10 @@ class SlotAccount(msgspec.Struct, kw_only=True):
     """Requests, each worth half after an hour."""
     allowed_ratio: float = 0.0
     minimum_misses: float = 0.0
+    doubted_s: float | None = None
+    """Time of a report from before the last one, since which no later one came."""
+    counted_run: int = 0
+    """Runs up to this one earn nothing: an account before this one may have counted them."""
 
     @property
     def outstanding(self) -> float:
@@ -114,14 +122,21 @@ class BudgetLedger:
         """Folds in one slot's report. `slot`: its name for people; `epoch`: that of its lease."""
         key = LifeKey(report.service, report.life)
         account = self.accounts.get(key)
-        if account is None:
+        new = Served() if account is None else _increase(account, report)
+        if account is not None:
+            if new is None and not self._rolled_back(key, account, now):
+                return
+            forgotten = account.charged - report.charged
+            if new is None:
+                # Charges of the copy and new ones cannot be told apart.
+                self._lose(key, account, account.charged, account.outstanding, now)
+            elif report.run > account.run and forgotten > 0:
+                self._lose(key, account, forgotten, 0.0, now)
+        if account is None or new is None:
             # Counts from before have unknown ages: they earn nothing.
-            account = self.accounts[key] = SlotAccount(
-                slot=slot, run=report.run, seen=report.served, heard_s=now
-            )
-        new = _increase(account, report)
-        if new is None:
-            return
+            account, new = _begun(account, report, slot, now), Served()
+            self.accounts[key] = account
+        account.doubted_s = None
         account.recent *= 0.5 ** ((now - account.heard_s) / _TRAFFIC_HALF_S)
         account.recent += new.requests
         account.slot, account.run, account.seen, account.heard_s = (
@@ -140,6 +155,28 @@ class BudgetLedger:
         self._add(key, account, new, int(now // HOUR_S))
         self.changed.add(key)
         self._budgets.pop(report.service, None)
+
+    def _rolled_back(self, key: LifeKey, account: SlotAccount, now: float) -> bool:
+        """After a report from before the last one: whether the life goes on from an earlier
+        copy."""
+        if account.doubted_s is None:
+            account.doubted_s = now
+            self.changed.add(key)
+        return now - account.doubted_s >= _DOUBTFUL_S
+
+    def _lose(
+        self, key: LifeKey, account: SlotAccount, charged: float, outstanding: float, now: float
+    ) -> None:
+        """Keep misses that a life is charged no more, and those that it may have spent unseen, as
+        a lost life's: one account for each hour."""
+        lost = LifeKey(key.service, f"{key.life}@{int(now // HOUR_S)}")
+        if (known := self.accounts.get(lost)) is not None:
+            charged, outstanding = charged + known.charged, outstanding + known.outstanding
+        limit = charged + outstanding
+        self.accounts[lost] = msgspec.structs.replace(
+            account, heard_s=now, charged=charged, limit=limit, pending=(), recent=0.0
+        )
+        self.changed.add(lost)
 
     def forget(self, *, now: float) -> None:
         """Drop accounts and hours that are older than 28 days."""
@@ -161,7 +198,8 @@ class BudgetLedger:
         self, service: str, life: str, *, epoch: Epoch | None = None, now: float
     ) -> Allotment | None:
         """The allotment for a new lease, or for the renewal of this epoch's lease; unchanged until
-        the slot has reported it. None for a life that has not reported.
+        the slot has reported it. It allows nothing to a life that may have been rolled back. None
+        for a life that has not reported.
 
         The account must be on disk before the allotment is sent.
         """
@@ -169,8 +207,9 @@ class BudgetLedger:
         account = self.accounts.get(key)
         if account is None:
             return None
+        doubted = account.doubted_s is not None
         for sent in account.pending:
-            if sent.epoch == epoch:
+            if sent.epoch == epoch and not (doubted and sent.allotment.misses):
                 return sent.allotment
         whole = self.budget(service, now=now)
         leased: list[SlotAccount] = []
@@ -188,7 +227,7 @@ class BudgetLedger:
             number=account.number,
             # Below what is charged where the budget is overdrawn: else each renewal would cover the
             # last overdraft, and allow the next one.
-            misses=max(0.0, account.charged + min(room, share * left)),
+            misses=0.0 if doubted else max(0.0, account.charged + min(room, share * left)),
             budget=whole.budget,
             spent=whole.spent,
             known_s=whole.known_s,
@@ -240,10 +279,20 @@ class BudgetLedger:
         self.changed.add(key)
 
 
+def _begun(before: SlotAccount | None, report: BudgetReport, slot: str, now: float) -> SlotAccount:
+    account = SlotAccount(slot=slot, run=report.run, seen=report.served, heard_s=now)
+    if before is not None:
+        account.number = before.number
+        account.counted_run = max(before.run, before.counted_run)
+    return account
+
+
 def _increase(account: SlotAccount, report: BudgetReport) -> Served | None:
     """Counts since the account's last report; None for a report from before it."""
-    if report.run != account.run:
-        return report.served if report.run > account.run else None
+    if report.run > account.run:
+        return report.served if report.run > account.counted_run else Served()
+    if report.run < account.run:
+        return None
     new = report.served - account.seen
     return new if min(msgspec.structs.astuple(new)) >= 0 else None
 

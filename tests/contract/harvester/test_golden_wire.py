@@ -118,7 +118,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
             b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
-            b'"forecasts":[]}],'
+            b'"forecasts":[],"unready":""}],'
             b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0}'
         ),
     ),
@@ -158,7 +158,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
         (
             b'{"in_force":{"order":"drain","source":"cluster","slot":"","tenant":"t","by":"",'
-            b'"reason":"","at":"2026","number":2},"recorded":true}'
+            b'"reason":"","at":"2026","number":2},"recorded":true,'
+            b'"lifted":true}'
         ),
     ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),
@@ -171,7 +172,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
-            b'"guest":{"record":null,"fault":"missing","lives_below":false},'
+            b'"guest":{"record":null,"fault":"missing","lives_below":false,"lives":false},'
             b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":"","allotment":null},'
             b'"kill_switch":"hold","stop":null,"memory":null,'
             b'"mps":null,"guest_kv":null,"outcomes":[],"record_fault":"","release":""}'

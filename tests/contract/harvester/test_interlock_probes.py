@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harvester.agent.interlock_probes import Probe, alerts_probe, dcgm_probe, nv
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.config_file import load_agent_config
-from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
@@ -229,6 +230,22 @@ async def test_prometheus_says_what_fires_and_which_rules_are_evaluated() -> Non
     for health in ("err", "unknown"):
         sick = await asked(json.dumps(rules(health=health)), "prometheus")
         assert sick.rules == frozenset()
+
+
+async def test_a_rule_whose_evaluation_stands_still_says_nothing() -> None:
+    page = rules()
+    rule = page["data"]["groups"][0]["rules"][0]
+    for age_s, known in ((100, {"Slow"}), (190, set())):
+        at = datetime.fromtimestamp(wall_seconds() - age_s, UTC)
+        rule["lastEvaluation"] = f"{at:%Y-%m-%dT%H:%M:%S}.123456789Z"
+        reading = await asked(json.dumps(page), "prometheus")
+        assert (reading.fault, reading.rules) == ("", known)
+
+
+async def test_a_storm_of_alerts_leaves_the_beat_one_of_each_that_is_asked_for() -> None:
+    storm = [{"labels": {"x": str(number)}, "state": "firing"} for number in range(9000)]
+    reading = await asked(json.dumps(rules(*storm)), "prometheus")
+    assert reading.firing == ({"x": "0", "alertname": "Slow"},)
 
 
 async def test_alertmanager_says_what_is_active() -> None:

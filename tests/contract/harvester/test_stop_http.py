@@ -216,6 +216,10 @@ async def test_the_commands_stop_show_and_resume(
         assert "Stopped, node t: drain (operator)" in flat
         code, said = await command("resume", *agent, "--slot", "slot0")
         assert (code, "resumed" in said) == (0, True), said
+        code, said = await command("resume", *agent, "--slot", "slot0")
+        assert (code, said.startswith("nothing was stopped")) == (0, True), said
+        code, said = await command("resume", *agent, "--slot", "slot9")
+        assert (code, "no slot slot9" in said) == (1, True), said
         assert [stop.tenant for stop in node.stops.stops] == ["t"]
         code, said = await command("hold", *agent, "--slot", "slot9", "--reason", "r")
         assert (code, "no slot slot9" in said) == (1, True), said

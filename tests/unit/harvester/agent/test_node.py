@@ -601,6 +601,7 @@ def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -
     stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
     stage.beats()
     assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 is expired")]
+    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 is expired"]
 
 
 def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
@@ -795,3 +796,16 @@ def test_an_offer_s_headroom_has_its_age(stage: Stage) -> None:
     assert offer.headroom_ratio == 1.0
     assert offer.headroom_age_s is not None
     assert offer.headroom_age_s >= 0
+
+
+def test_a_call_that_is_repeated_is_no_beat(stage: Stage) -> None:
+    lease = stage.harvest()
+    before = len(list(read_journal(stage.journal)))
+    for _ in range(50):
+        assert stage.take().lease == lease.lease
+    assert len(list(read_journal(stage.journal))) == before
+    stage.node.release(lease.lease)
+    assert len(list(read_journal(stage.journal))) == before + 1
+    for _ in range(50):
+        stage.node.release(lease.lease)
+    assert len(list(read_journal(stage.journal))) == before + 1

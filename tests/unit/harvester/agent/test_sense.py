@@ -17,14 +17,15 @@ from harvester.contracts.page.owners import PageOwners
 from harvester.contracts.process import process_ids
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading
 
+LEASE = LeaseView(epoch=Epoch(1))
+
 
 def test_the_writer_of_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
     pages = PageDirectory.create(tmp_path)
     sensor = SlotSensor(pages, pulses=())
 
     def read() -> GuestReading:
-        lease = LeaseView(epoch=Epoch(1))
-        return sensor.sample(lease=lease, kill_switch=KillSwitch.NONE).guest
+        return sensor.sample(lease=LEASE, kill_switch=KillSwitch.NONE).guest
 
     assert read() == GuestReading(fault=PageFault.MISSING)
     writer = pages.guest_writer()
@@ -33,16 +34,43 @@ def test_the_writer_of_an_expired_page_lives_until_its_process_ends(tmp_path: Pa
         writer.write(guest, now_ns=monotonic_ns(), ttl_ns=3_600_000_000_000)
         assert read() == GuestReading(record=guest)
         writer.write(guest, now_ns=monotonic_ns(), ttl_ns=0)
-        assert read() == GuestReading(fault=PageFault.EXPIRED), "it has cores like everybody"
+        lives = GuestReading(fault=PageFault.EXPIRED, lives=True)
+        assert read() == lives, "it has cores like everybody"
         os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-        assert read() == GuestReading(fault=PageFault.EXPIRED, runs_below_production=True)
+        below = msgspec.structs.replace(lives, runs_below_production=True)
+        assert read() == below
+        restarted = SlotSensor(pages, pulses=())
+        assert restarted.sample(lease=LEASE, kill_switch=KillSwitch.NONE).guest == below
+        restarted.close()
     assert read() == GuestReading(fault=PageFault.EXPIRED)
     sensor.close()
 
 
+def test_a_guest_without_a_page_lives_while_its_command_holds_the_slot(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path)
+    hold = (
+        "import sys; from pathlib import Path; from harvester.agent.guest_lock import GuestLock\n"
+        "from harvester.contracts.page import PageDirectory\n"
+        "lock = GuestLock(PageDirectory(Path(sys.argv[1]))); lock.take()\n"
+        "print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        sensor = SlotSensor(pages, pulses=())
+        guest = sensor.sample(lease=LEASE, kill_switch=KillSwitch.NONE).guest
+        assert guest == GuestReading(fault=PageFault.MISSING, lives=True)
+        process.communicate(b"\n")
+    for _ in range(5):
+        guest = sensor.sample(lease=LEASE, kill_switch=KillSwitch.NONE).guest
+    assert guest == GuestReading(fault=PageFault.MISSING)
+    sensor.close()
+
+
 def _pulses(sensor: SlotSensor) -> tuple[PulseReading, ...]:
-    lease = LeaseView(epoch=Epoch(1))
-    return sensor.sample(lease=lease, kill_switch=KillSwitch.NONE).pulses
+    return sensor.sample(lease=LEASE, kill_switch=KillSwitch.NONE).pulses
 
 
 def test_a_configured_list_leaves_no_living_engine_out(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from deploy.check_expressions import DEPLOY
+from harvester.agent.guest_lock import GuestLock
 from harvester.cli import main
 from harvester.cli.agent_tables import agent_tables
 from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
@@ -29,6 +31,7 @@ from harvester.contracts.page import (
     Pulse,
     Reading,
 )
+from harvester.contracts.process import ProcessId, process_ids
 from harvester.contracts.wire.leases import IdleForecast, SlotOffer, SlotOffers, SlotState
 from tests.certificates import token_file
 
@@ -252,18 +255,64 @@ def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("slot_state", "refused", "code"),
-    [("closed", "", 0), ("off", "", 1), ("closed", "line 3: no such field", 1)],
+    ("slot_state", "refused", "unready", "code"),
+    [
+        ("closed", "", "", 0),
+        ("off", "", "", 1),
+        ("closed", "line 3: no such field", "", 1),
+        ("cooldown", "", "pulse.production.0 is expired", 1),
+    ],
 )
 def test_a_checked_status_fails_where_something_needs_a_look(
-    monkeypatch: pytest.MonkeyPatch, slot_state: str, refused: str, code: int
+    monkeypatch: pytest.MonkeyPatch, slot_state: str, refused: str, unready: str, code: int
 ) -> None:
-    offer = _offer(reason="quarantined", mode="harvest", slot_state=slot_state)
+    offer = _offer(reason="quarantined", mode="harvest", slot_state=slot_state, unready=unready)
     offers = SlotOffers(node=NodeId("n"), slots=(offer,), config_refused=refused)
     monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
     asked = ["status", "--pages", "/nonexistent", "--agent", "http://127.0.0.1:1"]
     assert exit_code(asked) == 0
     assert exit_code([*asked, "--check"]) == code
+
+
+def test_a_check_of_pages_alone_is_no_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = PageDirectory.create(tmp_path)
+    pages.grant_writer().write(
+        Grant(epoch=1, mode=GrantMode.CLOSED), now_ns=monotonic_ns(), ttl_ns=HOUR_NS
+    )
+    assert exit_code(["status", "--pages", str(tmp_path), "--check"]) == EXIT_SETTINGS
+    assert "give --agent or --gateway" in capsys.readouterr().err
+
+
+def test_status_says_what_is_seen_of_a_silent_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    pages = PageDirectory.create(tmp_path)
+    pages.grant_writer().write(
+        Grant(epoch=1, mode=GrantMode.CLOSED), now_ns=monotonic_ns(), ttl_ns=HOUR_NS
+    )
+    guests, written_ns = pages.guest_writer(), monotonic_ns() - 75 * 10**9
+
+    def shown(processes: tuple[ProcessId, ...] = ()) -> str:
+        if processes:
+            guests.write(Guest(processes=processes), now_ns=written_ns, ttl_ns=1)
+        assert exit_code(["status", "--pages", str(tmp_path)]) == 0
+        row = next(row for row in capsys.readouterr().out.splitlines() if " guest " in row)
+        return " ".join(row.split())
+
+    (own,) = process_ids([os.getpid()])
+    lives = f"75 s expired; process {own.pid} lives: it gets no core, or hangs"
+    assert shown((own,)).endswith(lives)
+    ended = ProcessId(pid=own.pid, start_ticks=own.start_ticks - 1)
+    assert shown((ended,)).endswith("75 s expired; no process of it is seen here")
+    guests.close(unlink=True)
+    assert shown().endswith("missing")
+    lock = GuestLock(pages)
+    lock.take()
+    assert shown().endswith(f"missing; process {own.pid} starts a guest, or gets no core")
+    lock.close()
 
 
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +323,30 @@ def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["status", "--pages", "/nonexistent", "--agent", "ftp://x"]) == 2
     assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("status", "--pages", "/x"), ("hold", "--reason", "r")])
+def test_a_server_s_refusal_is_one_line_and_commands_no_terminal(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(b'{"error": "\\u001b[2Jno\\nrosemux: all is well"}')
+
+        do_POST = do_GET  # noqa: N815 - named by the base class
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert exit_code([*command, "--agent", url]) == 1
+        server.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("HTTP 404:  [2Jno rosemux: all is well")
 
 
 def test_a_token_goes_to_the_named_server_alone(

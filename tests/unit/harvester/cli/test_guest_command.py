@@ -18,6 +18,7 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.cli import main
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, Pulse
+from harvester.contracts.process import process_ids
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
 SLOT = """\
@@ -361,11 +362,31 @@ def test_a_dry_run_says_of_each_thing_that_a_guest_needs_whether_it_is_there(
     assert "grant missing: the guest would wait for `rosemux agent`" in shown
     pages = PageDirectory(tmp_path / "pages/slot0")
     pages.grant_writer().write(
-        Grant(epoch=1, mode=GrantMode.CLOSED, reason="no lease"),
+        Grant(epoch=1, mode=GrantMode.CLOSED, reason="hold: rack [/b]\x1b[2J"),
         now_ns=monotonic_ns(),
         ttl_ns=3_600_000_000_000,
     )
-    assert "grant closed (no lease)" in said(config, capsys)[1]
+    assert "grant closed (hold: rack [/b] [2J)" in said(config, capsys)[1]
+
+
+def test_a_dry_run_looks_whether_the_isolation_holds_beside_production(
+    write: Write, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, pages = write("isolation: idle"), PageDirectory(tmp_path / "pages/slot0")
+    assert "DOES NOT HOLD, its steps count whole: no grant names" in said(config, capsys)[1]
+    for_an_hour_ns = 3_600_000_000_000
+    grant = Grant(epoch=1, mode=GrantMode.CLOSED, pulses=("pulse.production.0",))
+    pages.grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
+    pulses = pages.pulse_writer("production", 0)
+    idle, fault = ("chrt", "--idle", "0"), "has no effect: threads of the guest are in"
+    other = ("chrt", "--other", "0")
+    for before, text in ((other, "from here holds"), (idle, fault)):
+        with subprocess.Popen([*before, "sleep", "60"]) as production:
+            (root,) = process_ids([production.pid])
+            pulses.write(Pulse(root=root), now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
+            code, shown = said(config, capsys)
+            production.kill()
+        assert (code, text in shown) == (0, True), shown
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"architectures": []}', "\x00"])

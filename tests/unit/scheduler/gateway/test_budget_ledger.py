@@ -89,6 +89,59 @@ def test_a_lost_slot_keeps_its_part_of_the_budget_for_28_days() -> None:
     assert not ledger.hours
 
 
+def test_a_life_that_was_rolled_back_is_lost_and_begins_again() -> None:
+    """Its disk is that of run 3 again, when nothing was charged; 60 misses were since."""
+    ledger = fleet(100_000)
+    left = replace(REPORT, run=9, served=Served(requests=1000), charged=60.0, limit=90.0)
+    heard(ledger, left, now=2.0)
+    issued = allot(ledger, "a", now=2.0, epoch=1)
+    again = replace(REPORT, run=4, limit=90.0)
+    heard(ledger, again, now=3.0)
+    doubtful = allot(ledger, "a", now=3.0, epoch=1)
+    assert (doubtful.misses, doubtful.number > issued.number) == (0.0, True)
+    assert allot(ledger, "a", now=4.0, epoch=1) == doubtful
+    for now in range(4, 60):
+        count = Served(requests=10.0 * now)
+        heard(ledger, replace(again, served=count, charged=1.0, limit=1.0), now=now)
+    whole = ledger.budget("chat", now=60.0)
+    assert (whole.spent, whole.outstanding) == (61.0, issued.misses - 60.0)
+    assert len(ledger.accounts) == 2
+    first = allot(ledger, "a", now=60.0, epoch=2)
+    assert first.number > doubtful.number
+    assert first.misses - 1.0 <= whole.budget - whole.spent - whole.outstanding
+
+
+def test_a_run_that_was_counted_before_a_roll_back_earns_nothing_again() -> None:
+    ledger = fleet(100_000)
+    heard(ledger, replace(REPORT, run=9, served=Served(requests=50_000)), now=2.0)
+    for run, now in ((4, 3.0), (4, 40.0), (9, 41.0)):
+        heard(ledger, replace(REPORT, run=run, served=Served(requests=50_000)), now=now)
+    assert ledger.budget("chat", now=41.0).budget == 150.0
+    heard(ledger, replace(REPORT, run=10, served=Served(requests=10_000)), now=42.0)
+    assert ledger.budget("chat", now=42.0).budget == 160.0
+
+
+def test_charges_that_a_later_run_does_not_know_stay_charged() -> None:
+    ledger = fleet(100_000)
+    heard(ledger, replace(REPORT, run=2, charged=40.0), now=2.0)
+    heard(ledger, replace(REPORT, run=3, charged=5.0), now=3.0)
+    heard(ledger, replace(REPORT, run=4, charged=1.0), now=4.0)
+    assert ledger.budget("chat", now=4.0).spent == 40.0
+    assert allot(ledger, "a", now=4.0).misses <= 100.0 - 39.0
+    ledger.forget(now=(BUDGET_HOURS + 2) * HOUR_S)
+    assert not ledger.accounts
+
+
+def test_a_late_report_alone_is_no_roll_back() -> None:
+    ledger = fleet(100_000)
+    heard(ledger, replace(REPORT, run=2), now=2.0)
+    for now in (3.0, 35.0, 67.0):
+        heard(ledger, replace(REPORT, run=1), now=now)
+        heard(ledger, replace(REPORT, run=2, served=Served(requests=now)), now=now + 1.0)
+    assert len(ledger.accounts) == 1
+    assert allot(ledger, "a", now=68.0).misses > 0
+
+
 def test_harm_too_small_for_one_slot_is_seen_on_many() -> None:
     """0.8 % of its own in each hour and 0.3 % more beside a guest, with some noise."""
 

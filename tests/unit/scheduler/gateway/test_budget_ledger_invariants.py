@@ -107,6 +107,8 @@ class Fleet(RuleBasedStateMachine):
         self.ledger, _ = self.state.budgets()
         self.nodes = [Node("life0"), Node("life1")]
         self.dead: list[Node] = []
+        self.copies: dict[str, tuple[int, bytes]] = {}
+        self.copied = 0.0
         self.late: list[tuple[Node, LeaseTable, str, Any]] = []
 
     @rule(node=NODES, requests=st.integers(0, 200))
@@ -210,6 +212,33 @@ class Fleet(RuleBasedStateMachine):
         self.dead.append(self.nodes[node])
         self.nodes[node] = Node(f"life{2 + len(self.dead)}")
 
+    @rule(node=NODES)
+    def copy_disk(self, node: int) -> None:
+        found = self.nodes[node]
+        self.copies[found.life] = found.run, msgspec.msgpack.encode(found.budget.state)
+
+    @precondition(lambda self: len(self.dead) < LIVES)
+    @rule(node=NODES)
+    def roll_back(self, node: int) -> None:
+        """The disk is an earlier copy again; the lease goes on. A poll comes before, and one at
+        once: what is spent between polls is lost as in a crash."""
+        found = self.nodes[node]
+        if found.life not in self.copies:
+            return
+        self.poll(node, twice=False)
+        run, kept = self.copies[found.life]
+        again = Node(found.life, run=run)
+        again.leases, again.held = found.leases, found.held
+        again.budget = ErrorBudget(
+            SETTINGS, msgspec.msgpack.decode(kept, type=BudgetState), proven=False
+        )
+        again.restart(self.now)
+        # Charges of the copy were charged once.
+        self.copied += again.budget.spent
+        self.dead.append(found)
+        self.nodes[node] = again
+        self.poll(node, twice=False)
+
     @rule()
     def restart_scheduler(self) -> None:
         self.state.keep_budgets(self.ledger, at_s=self.now)
@@ -221,7 +250,7 @@ class Fleet(RuleBasedStateMachine):
         if not hasattr(self, "nodes"):
             return
         whole = self.ledger.budget("service", now=self.now)
-        spent = sum(node.budget.spent for node in self.dead)
+        spent = sum(node.budget.spent for node in self.dead) - self.copied
         allotted = sum(node.may_spend for node in self.nodes)
         # A restarted agent's lease allows what was spent before, until it is renewed: with a hold
         # of 0 s, each run of an agent stops one step beyond its limit.

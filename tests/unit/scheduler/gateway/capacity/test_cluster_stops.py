@@ -102,6 +102,19 @@ async def test_an_agent_that_was_away_at_the_end_of_an_order_lifts_it_later() ->
     assert agents["a"].orders == []
 
 
+async def test_an_end_says_whether_any_order_of_the_cluster_was_known() -> None:
+    agents = {"a": Agent()}
+    stops = stops_of(agents)
+    assert not (await stops.order(wanted(StopOrder.NONE))).lifted
+    await stops.order(wanted(StopOrder.HOLD, "t"))
+    assert not (await stops.order(wanted(StopOrder.NONE))).lifted, "another scope"
+    after = stops_of(agents)
+    await report(after, agents)
+    assert (await after.order(wanted(StopOrder.NONE, "t"))).lifted, "another gateway's"
+    await report(after, agents)
+    assert not (await after.order(wanted(StopOrder.NONE, "t"))).lifted
+
+
 async def test_an_agent_that_lost_its_table_gets_the_order_again() -> None:
     agents = {"a": Agent()}
     stops = stops_of(agents)
