@@ -25,7 +25,7 @@ from harvester.contracts.wire.rollouts import (
     FinishReason,
     SamplingParams,
 )
-from scheduler.client.rollout_client import TurnOptions
+from scheduler.client.turn_request import TurnOptions
 
 _LOG = logging.getLogger(__name__)
 _RESUMES_MAX = 20
