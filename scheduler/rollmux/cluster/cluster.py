@@ -25,7 +25,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
-from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
+from scheduler.rollmux.permits.events import DropPlace, EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
 from scheduler.rollmux.planner.group_effects import (
@@ -58,8 +58,8 @@ class Removal(NamedTuple):
     """False: the job gets other nodes, and the knowledge about it stays."""
 
 
-ClusterEffect = PlanEffect | JobTerms | Removal
-"""Terms are to be in force from now on."""
+ClusterEffect = PlanEffect | JobTerms | Removal | DropPlace
+"""Terms are to be in force from now on; a dropped place is of a job without a permit's record."""
 
 
 class ClusterPolicy:
@@ -206,6 +206,8 @@ class ClusterPolicy:
             return
         self.unsaved.add(job)
         self.layout_changed = True
+        if self._permits.permit(job) is None:
+            self._effects.append(DropPlace(job=job, forgotten=True))
         if placed.stage is PlacementStage.QUEUED:
             return
         self.residency.keep(job, (), 0)
