@@ -31,7 +31,7 @@ from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import JobSpec, PhaseKind
 from scheduler.rollmux.cluster.runtime_events import Call, OrderMove, Submit
-from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.job_gateway import GatewayAccess
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
@@ -93,14 +93,14 @@ class PhaseClient:
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
-        harvesting: Harvesting | None = None,
+        gateway: GatewayAccess | None = None,
     ) -> None:
         """`terms` name the job's nodes; a planning control takes a `JobSpec` and names them.
 
         `timeout_s` bounds the wait for a placement, for a permit and for an absent control.
         A job's move comes between two iterations: `on_move` frees what it holds on its old
         nodes, and the job waits until its new ones have room. Its next phase loads it there.
-        With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
+        With a `gateway` its rollouts use leases of it, and their tails may end there.
 
         Raises ConfigError if the job is refused, Exhausted if no control answers in time.
         """
@@ -116,8 +116,8 @@ class PhaseClient:
         if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
             raise ConfigError(f"job {terms.job}: {fault}")
         self._silences = EventLimit(burst=1.0, per_s=1 / 60)
-        self._declaration = _declaration(terms, harvesting=harvesting is not None)
-        self._gateway = None if harvesting is None else harvesting.of(terms.job)
+        self._declaration = _declaration(terms, harvesting=gateway is not None)
+        self._gateway = None if gateway is None else gateway.of(terms.job)
         self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
@@ -186,11 +186,15 @@ class PhaseClient:
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
+        taken = False
         try:
-            if not self._loaded.take(kind, granted.nodes) and resident is not None:
+            found = self._loaded.take(kind, granted.nodes)
+            taken = True
+            if not found and resident is not None:
                 resident.on_resume(cold)
         except BaseException as error:
-            self._leave(permit, failed=f"could not be resumed: {error!r}")
+            # A state that could not make way is still there.
+            self._leave(permit, failed=f"could not be resumed: {error!r}", stays_loaded=not taken)
             raise
         self._entered.add(kind)
         if kind is PhaseKind.ROLLOUT and self._gateway is not None:
@@ -231,16 +235,25 @@ class PhaseClient:
             if resident is not None and not stays_loaded:
                 resident.on_release()
         except BaseException as error:
-            self._leave(permit, failed=failed or f"could not be released: {error!r}")
+            # It is still there: the next job waits until another try has taken it off.
+            self._keep_loaded(permit, resident, stuck=True)
+            failed = failed or f"could not be released: {error!r}"
+            self._leave(permit, failed=failed, stays_loaded=True)
             raise
         self._loading_s += self._clock.now() - ended_s
-        if resident is not None and stays_loaded:
-            self._loaded.leave(
-                permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
-            )
+        if stays_loaded:
+            self._keep_loaded(permit, resident)
         self._leave(permit, failed=failed, stays_loaded=stays_loaded)
         if not failed:
             permit.check()
+
+    def _keep_loaded(
+        self, permit: Permit, resident: _Resident | None, *, stuck: bool = False
+    ) -> None:
+        """The phase's state stays on its nodes."""
+        if resident is not None:
+            release, lease_s = resident.on_release, permit.lease_s
+            self._loaded.leave(permit.kind, permit.nodes, release, lease_s=lease_s, stuck=stuck)
 
     @contextmanager
     def _given_back(self, permit: Permit) -> Iterator[None]:
@@ -313,8 +326,6 @@ class PhaseClient:
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
         """Repeats until the control has received it; an absent one receives it on its return."""
-        permit.end()
-        self._open = None
         leave = Leave(
             job=self.job,
             epoch=permit.epoch,
@@ -327,9 +338,13 @@ class PhaseClient:
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
         timeout_s = min(self._timeout_s, permit.lease_s) if failed else self._timeout_s
         try:
+            permit.end()
+            self._open = None
             left = self._say(leave, timeout_s=timeout_s)
         except BaseException as error:
             # Another job may be where its states are, or is once the permit has lapsed.
+            self._open = None
+            self._loaded.release(permit.nodes)
             self._loaded.release()
             if failed and isinstance(error, Exhausted | Stale | PeerProtocolError):
                 return
