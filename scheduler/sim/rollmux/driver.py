@@ -190,7 +190,6 @@ class Driver:
         leaves_s = self._disruptions.leaves_at_s(one, self._world)
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
-        worker.stage = WorkerStage.BETWEEN
         self._send(Submit(spec=spec_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:

@@ -20,9 +20,8 @@ _LEAST_SHARE: Final = 1e-6
 
 
 class WorkerStage(StrEnum):
-    NEW = "new"
     BETWEEN = "between"
-    """Has left its nodes, or lost them, and waits for others."""
+    """Has no nodes: new, or it has left or lost them."""
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
@@ -31,7 +30,7 @@ class WorkerStage(StrEnum):
 class Worker:
     def __init__(self, one: SimulatedJob, world: World) -> None:
         self.one = one
-        self.stage = WorkerStage.NEW
+        self.stage = WorkerStage.BETWEEN
         self.iteration = 0
         self.kinds: tuple[PhaseKind, ...] = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
         if world.sync_s:
