@@ -39,6 +39,8 @@ class LoadedStates:
         self._transport = transport
         self._clock = clock
         self._job, self._holder = job, holder
+        self.busy: Callable[[], tuple[NodeId, ...]] = tuple
+        """Nodes of the phase that runs now: reported as clear only once it has ended."""
         self._states: dict[PhaseKind, _Loaded] = {}
         self._stuck: set[PhaseKind] = set()
         """States whose release failed: not loaded as they should be, and not gone. Logged once in a
@@ -104,7 +106,8 @@ class LoadedStates:
                 except Exception:
                     if not known:
                         _log.exception("job %s: its %s state stays loaded", self._job, kind)
-            gone = gone.difference(*(state.nodes for state in self._states.values()))
+            kept = (state.nodes for state in self._states.values())
+            gone = gone.difference(self.busy(), *kept)
         if gone:
             self._say(gone)
 

@@ -164,6 +164,8 @@ class PhaseClient:
         try:
             granted, asked_s = self._awaited(kind, cancelled or threading.Event())
         except BaseException:
+            # A permit that has come unseen goes with the wait, and its nodes to another job.
+            self._loaded.release()
             self._calls.withdraw(self._holder)
             raise
         granted_s = self._clock.now()
@@ -171,6 +173,7 @@ class PhaseClient:
         permit = Permit(
             self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )
+        self._loaded.busy = lambda: permit.nodes
         cold = kind not in self._entered
         resident = self._residents.get(kind)
         taken = False
@@ -261,6 +264,7 @@ class PhaseClient:
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
         """Repeats until the control has received it; an absent one receives it on its return."""
+        self._loaded.busy = tuple
         leave = Leave(
             job=self.job,
             epoch=permit.epoch,

@@ -52,8 +52,6 @@ class PermitTable:
             for node, kept in tails.items():
                 self._keep_tail(permit.job, node, len(kept))
             self._join(permit)
-        for permit in sorted(jobs, key=lambda each: each.epoch):
-            # A record may be of before its state was unloaded; another's there is newer.
             self._loaded |= dict.fromkeys(permit.loaded, permit.job)
 
     def next_epoch(self) -> Epoch:

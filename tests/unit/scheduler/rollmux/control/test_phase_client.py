@@ -351,12 +351,18 @@ def test_a_phase_that_lost_a_node_stops_before_another_job_starts_on_its_living_
         a = PhaseClient(control, wide, timeout_s=LONG_S)
         b = PhaseClient(control, submission("b", slo=3.0), timeout_s=LONG_S)
         a.resident(ROLLOUT, on_release=lambda: said.append("a is off"))
+        a.resident(TRAINING)
+        for kind in (ROLLOUT, TRAINING):
+            with a.phase(kind):
+                pass
         permit = a.begin(ROLLOUT)
         waiting = pool.submit(b.begin, ROLLOUT)
         control.call(NodeReport(node=NodeId("r1"), failed=True))
         while not permit.lost:
             time.sleep(0.01)
-        assert not waiting.done()
+        # Its training state is still loaded: the process goes on asking what to unload.
+        with pytest.raises(TimeoutError):
+            waiting.result(1.5)
         a.end(permit, failed="its node failed")
         assert said == ["a is off"]
         granted = waiting.result(LONG_S)
@@ -823,8 +829,14 @@ def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_
 def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
     embedded: EmbeddedControl,
 ) -> None:
-    transport, cancelled = Held(embedded), threading.Event()
+    transport, cancelled, off = Held(embedded), threading.Event(), threading.Event()
+    transport.answers.set()
     phases = PhaseClient(transport, terms("a"))
+    phases.resident(ROLLOUT, on_release=off.set)
+    with phases.phase(ROLLOUT):
+        pass
+    transport.taken.clear()
+    transport.answers.clear()
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
         assert transport.taken.wait(LONG_S)
@@ -833,6 +845,7 @@ def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
         with pytest.raises(Exhausted, match="cancelled"):
             beginning.result()
     assert embedded.jobs()[0].stage is PermitStage.APART
+    assert off.is_set(), "another job may start there now"
 
 
 class Gone(Scripted):

@@ -208,6 +208,29 @@ def test_a_state_unloaded_before_a_restart_hides_none_that_came_after_it(tmp_pat
     assert isinstance(_enter(service, "c"), Granted)
 
 
+def test_a_restart_knows_no_state_that_was_unloaded_under_the_job_s_later_phase(
+    tmp_path: Path,
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job, rollout="r0" if job == "a" else "r1")))
+    _enter(service, "b", TRAINING)
+    service.leave(Leave(job=JobId("b"), epoch=Epoch(1), stays_loaded=True))
+    _enter(service, "a", TRAINING)
+    _enter(service, "b", ROLLOUT)
+    service.call(Unloaded(job=JobId("b"), holder="b.1", nodes=nodes("t0")))
+    granted = _enter(service, "a", TRAINING)
+    assert isinstance(granted, Granted)
+    service.leave(Leave(job=JobId("a"), epoch=granted.epoch, stays_loaded=True))
+    service.close()
+    service = _service(clock, path)
+    held = service.policy.permit(JobId("b"))
+    assert held is not None
+    service.leave(Leave(job=JobId("b"), epoch=held.epoch))
+    assert isinstance(_enter(service, "b", TRAINING), Waiting), "a's state is there"
+
+
 def test_repeating_a_call_changes_nothing() -> None:
     service = _service(VirtualClock())
     service.register(Register(terms=terms("a")))

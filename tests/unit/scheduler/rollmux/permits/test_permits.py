@@ -211,6 +211,20 @@ def test_a_long_tail_makes_room_for_one_that_lost_its_lease() -> None:
     assert of(NarrowPhase, group.recall("a", Recall.IN_LINE))[0].job == "b"
 
 
+def test_a_tail_that_keeps_a_part_of_a_node_stays_a_tail() -> None:
+    """As a whole phase it could leave its state on the part, where the next job starts."""
+    a = terms("a", rollout="r0 r1", tail_ratio=0.5, accelerators=4)
+    group = Group(a, terms("b", rollout="r0 r1", accelerators=4, least_accelerators=1))
+    group.ask("a")
+    group.ask("b")
+    group.beat("a", 0.6)
+    assert granted(group.narrowed("a")) == ["b"]
+    group.end("b")
+    for how in Recall:
+        assert group.recall("a", how) == ()
+    assert group.stage("a") is PermitStage.TAILING
+
+
 def test_a_phase_that_has_left_nothing_recalls_nothing() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
