@@ -264,14 +264,16 @@ class PhaseService:
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         """Decided, journalled and kept, before anything that depends on it is answered."""
         now = self._clock.now()
+        permit = self._policy.permit(event.job) if isinstance(event, Unloaded) else None
+        loaded = () if permit is None else permit.loaded
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
         taken = (each for each in effects if isinstance(each, EndPermit) and each.ended in _TAKEN)
         self._loaded_seen_s |= {each.job: now for each in taken}
         changed = {each.job for each in effects if not isinstance(each, Refuse)}
-        if isinstance(event, Unloaded) and event.nodes and self._policy.permit(event.job):
+        if permit is not None and permit.loaded != loaded:
             # Its record tells a restart where its states are.
-            changed.add(event.job)
+            changed.add(permit.job)
         self._unsaved |= changed
         # A full disk costs the journal decisions, never a job its answer.
         snapshot = self._log.decided(now=now, sample=event, effects=effects)
