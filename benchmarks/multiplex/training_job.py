@@ -21,7 +21,7 @@ from examples.grpo.rollout import StepBatch
 from examples.grpo.training_run import Collects, TrainingRun
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import on_ray
-from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.job_gateway import GatewayAccess
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_client import PhaseClient, Start
 from scheduler.rollmux.permits.leased_tail import TailEnd
@@ -40,8 +40,8 @@ class TrainingJob:
         self._phases: PhasedRun | None = None
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
-            harvesting = Harvesting(gateway=self._config.gateway_url) if leases else None
-            client = PhaseClient(on_ray.connect(), job_terms, harvesting=harvesting)
+            gateway = GatewayAccess(url=self._config.gateway_url) if leases else None
+            client = PhaseClient(on_ray.connect(), job_terms, gateway=gateway)
             self._phases = PhasedRun(client)
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None

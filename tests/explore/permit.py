@@ -25,8 +25,8 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.phase_client import _OLD_RATIO as OLD_RATIO
 from scheduler.rollmux.control.phase_service import PhaseService
+from scheduler.rollmux.control.repeated_calls import _OLD_RATIO as OLD_RATIO
 from scheduler.rollmux.control.wire import (
     Accepted,
     ControlUnreachable,

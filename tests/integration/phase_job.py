@@ -10,7 +10,7 @@ from pathlib import Path
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.job_gateway import GatewayAccess
 from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -27,7 +27,7 @@ def main() -> None:
                 PhaseTerms(kind=kind, nodes=(NodeId(node),)) for kind, node in nodes.items()
             ),
         ),
-        harvesting=Harvesting(gateway=gateway[0]) if gateway else None,
+        gateway=GatewayAccess(url=gateway[0]) if gateway else None,
     )
     say("placed")
     for line in sys.stdin:

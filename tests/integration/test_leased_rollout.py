@@ -11,7 +11,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.job_gateway import GatewayAccess
 from tests.integration.test_phase_processes import LEASE_S, Job, Machine
 
 PLACES = 4
@@ -162,10 +162,10 @@ async def test_a_gateway_that_asks_for_a_token_gets_it_and_refuses_a_job_at_its_
     url = gateway(fake_engine(), token_file=str(tokens), jobs=jobs).url
 
     def switch_off(job: str, token_file: Path | None) -> None:
-        Harvesting(gateway=url, token_file=token_file).of(JobId(job)).switch_off()
+        GatewayAccess(url=url, token_file=token_file).of(JobId(job)).switch_off()
 
     await asyncio.to_thread(switch_off, "job", ours)
-    view = await asyncio.to_thread(Harvesting(gateway=url, token_file=ours).of(JobId("job")).view)
+    view = await asyncio.to_thread(GatewayAccess(url=url, token_file=ours).of(JobId("job")).view)
     assert not view.guest_serves(JobId("job"))
     for job, token_file in (("job", wrong), ("job", None), ("foreign", ours), ("none", ours)):
         with pytest.raises(ConfigError, match="gateway"):

@@ -7,8 +7,6 @@ replaced by a free one; only a phase that ran on it ends. Reads the permit state
 returns events of the permit policy. No I/O, no clock.
 """
 
-from typing import NamedTuple, Protocol
-
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Completion, JobSpec, PhaseKind, Placement, Pool
@@ -17,16 +15,16 @@ from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
+from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitLookup, PermitUpdates
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     OrderMove,
-    PlanEffect,
     PlanJob,
     QueueJob,
     SettleJob,
 )
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
-from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
+from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
@@ -44,22 +42,6 @@ _QUEUE_TRIES = 16
 _MOST_WARM_RATIO = 8.0
 """Cap on a reported start from host memory, over the configured one: every tenant's jobs are
 planned by these reports."""
-
-
-class PermitLookup(Protocol):
-    def permit(self, job: JobId) -> JobPermit | None: ...
-
-
-class Removal(NamedTuple):
-    """Take the job's permit and its place in lines."""
-
-    job: JobId
-    for_good: bool
-    """False: the job gets other nodes, and the knowledge about it stays."""
-
-
-ClusterEffect = PlanEffect | JobTerms | Removal
-"""Terms are to be in force from now on."""
 
 
 class ClusterPolicy:
@@ -82,12 +64,7 @@ class ClusterPolicy:
         self.layout_changed = False
         """Whether the layout (groups and their jobs) changed since the shell cleared this."""
         self._permits = permits
-        self._effects: list[ClusterEffect] = []
-        self._removed: set[JobId] = set()
-        """Jobs removed from their permits in the present decision."""
-        self._arrived: set[JobId] = set()
-        """Jobs that the present decision has put on nodes."""
-        self._touched: set[JobId] = set()
+        self._updates = PermitUpdates(permits)
 
     def refusal(self, given: JobSpec) -> str:
         """Why the job will never be placed so; empty if it may be."""
@@ -168,7 +145,7 @@ class ClusterPolicy:
             placed.iterations += 1
             placed.notified = all(self.machines(placed.to))
             if placed.notified:
-                self._effects.append(self.order_move(placed))
+                self._updates.add(self.order_move(placed))
         self.unsaved.add(job)
 
     def _learn_loading(self, placed: JobPlacement, end: EndPermit) -> None:
@@ -206,15 +183,15 @@ class ClusterPolicy:
             return
         self.unsaved.add(job)
         self.layout_changed = True
+        self._updates.remove(job, for_good=True)
         if placed.stage is PlacementStage.QUEUED:
             return
         self.residency.keep(job, (), 0)
-        self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if placed.iterations:
             # A silent job is given up much later; that is no delay of the planner's making.
             account = facts.account
-            self._effects.append(
+            self._updates.add(
                 CloseJob(
                     job=job,
                     slowdown=(facts.seen_s - account.began_s) / account.solo_s,
@@ -242,15 +219,22 @@ class ClusterPolicy:
 
     def resume(self, *, now: float) -> None:
         """The control restarted: permits are brought to the plan where they differ."""
-        self._touched.update(self.placements)
+        self._updates.touch(*self.placements)
         self._let_in(now)
 
     def take_effects(self) -> tuple[ClusterEffect, ...]:
         """Effects since the last call, in the order in which they are to be carried out."""
-        self._add_changed_terms()
-        found = tuple(sorted(self._effects, key=self._order))
-        self._effects, self._removed, self._arrived = [], set(), set()
-        return found
+        for job in self._updates.touched():
+            if (placed := self.placements.get(job)) is not None:
+                rollout, training = self.machines(placed.at)
+                settled = SettleJob(
+                    job=job,
+                    group=placed.group or GroupId(""),
+                    rollout_nodes=rollout,
+                    training_nodes=training,
+                )
+                self._updates.follow(self.current_terms(placed), settled)
+        return self._updates.take()
 
     def machines(self, placement: Placement | None) -> tuple[tuple[NodeId, ...], ...]:
         """Rollout and training nodes by their own names; none of a pool where one is missing."""
@@ -287,8 +271,8 @@ class ClusterPolicy:
         for job in self.placements:
             permit = self._permits.permit(job)
             if permit is not None and permit.holding and node in permit.nodes:
-                self._remove(job)
-                self._touched.add(job)
+                self._updates.remove(job)
+                self._updates.touch(job)
         self._let_in(now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
@@ -313,7 +297,7 @@ class ClusterPolicy:
             placed.placed_s = now
             self.planner.facts[placed.job].belief()
         rollout, training = self.machines(to.placement)
-        self._effects.append(
+        self._updates.add(
             PlanJob(
                 decision=to.decision,
                 job=placed.job,
@@ -348,15 +332,15 @@ class ClusterPolicy:
         permit = self._permits.permit(placed.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
         if permit is not None and not (permit.holding and own.issuperset(permit.nodes)):
-            self._remove(placed.job)
+            self._updates.remove(placed.job)
         placed.at, placed.changed = None, True
-        self._touched.add(placed.job)
+        self._updates.touch(placed.job)
         self._enter_if_room(placed, now)
 
     def _leave_old(self, placed: JobPlacement, now: float) -> None:
         placed.at = None
         self._keep_state(placed, ())
-        self._touched.add(placed.job)
+        self._updates.touch(placed.job)
         self.unsaved.add(placed.job)
         self.layout_changed = True
         self._apply(self.planner.complete_move(placed.job, now=now), now)
@@ -373,8 +357,7 @@ class ClusterPolicy:
         placed.arrived_s = now if placed.started else None
         self._keep_state(placed, placed.to.nodes)
         placed.arrive()
-        self._arrived.add(placed.job)
-        self._touched.add(placed.job)
+        self._updates.arrived(placed.job)
         self.unsaved.add(placed.job)
 
     def _let_in(self, now: float) -> None:
@@ -382,9 +365,9 @@ class ClusterPolicy:
         the queue."""
         for name in self.fleet.bind_awaited():
             self.layout_changed = True
-            self._touched |= {
-                job for job, placed in self.placements.items() if _is_on(placed, name)
-            }
+            self._updates.touch(
+                *(job for job, placed in self.placements.items() if _is_on(placed, name))
+            )
         for placed in self.placements.values():
             if placed.stage is PlacementStage.BETWEEN and all(self.machines(placed.to)):
                 self._enter_if_room(placed, now)
@@ -408,7 +391,7 @@ class ClusterPolicy:
                 if placed.reason != reason:
                     placed.reason = reason
                     self.unsaved.add(placed.job)
-                    self._effects.append(QueueJob(job=placed.job, reason=placed.reason))
+                    self._updates.add(QueueJob(job=placed.job, reason=placed.reason))
                 continue
             self._apply(effects, now)
 
@@ -417,48 +400,9 @@ class ClusterPolicy:
         up = self.planner.table.up
         return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 
-    def _remove(self, job: JobId, *, for_good: bool = False) -> None:
-        permit = self._permits.permit(job)
-        known = permit is not None and (for_good or permit.stage is not PermitStage.APART)
-        if known and job not in self._removed:
-            self._removed.add(job)
-            self._effects.append(Removal(job, for_good))
-
     def _is_apart(self, placed: JobPlacement) -> bool:
         permit = self._permits.permit(placed.job)
         return permit is None or permit.stage is PermitStage.APART or permit.epoch == NO_EPOCH
-
-    def _order(self, effect: ClusterEffect) -> int:
-        """Applies new terms before it removes a holder, so that no freed node goes to a job that is
-        on a lost one or about to leave."""
-        match effect:
-            case Removal(job=job):
-                permit = self._permits.permit(job)
-                return int(permit is not None and permit.holding)
-            case JobTerms(job=job) if job in self._removed:
-                return 2
-        return 0
-
-    def _add_changed_terms(self) -> None:
-        """Adds the present terms of every touched job whose terms have changed."""
-        for job in sorted(self._touched):
-            placed, permit = self.placements.get(job), self._permits.permit(job)
-            if placed is None:
-                continue
-            target = self.current_terms(placed)
-            there = None if permit is None or job in self._removed else permit.terms
-            if target is None:
-                self._remove(job)
-            elif target != there or job in self._arrived:
-                rollout, training = self.machines(placed.at)
-                settled = SettleJob(
-                    job=placed.job,
-                    group=placed.group or GroupId(""),
-                    rollout_nodes=rollout,
-                    training_nodes=training,
-                )
-                self._effects += [target, settled]
-        self._touched = set()
 
 
 def _is_on(placed: JobPlacement, name: NodeId) -> bool:

@@ -11,10 +11,11 @@ import msgspec
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Completion, PhaseKind
-from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
+from scheduler.rollmux.cluster.permit_updates import Removal
 from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (

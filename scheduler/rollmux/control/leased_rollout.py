@@ -13,12 +13,12 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import NodeId
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.harvesting import GatewayView, SwitchClient
+from scheduler.rollmux.control.job_gateway import GatewayView, JobGateway
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import Transport
 from scheduler.rollmux.permits.leased_tail import (
     BULK_RATIO,
-    EnginePermissions,
+    EngineSwitches,
     LeasedTail,
     NarrowPermit,
     RecallTail,
@@ -32,7 +32,7 @@ POLL_S: Final = 0.1
 SWITCH_TTL_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
-OFF: Final = EnginePermissions(dedicated=False, harvesting=False)
+OFF: Final = EngineSwitches(dedicated=False, harvesting=False)
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LeasedRollout:
     def __init__(
         self,
         permit: Permit,
-        gateway: SwitchClient,
+        gateway: JobGateway,
         transport: Transport,
         clock: Clock,
         *,
@@ -56,9 +56,11 @@ class LeasedRollout:
         self._tail = LeasedTail(leases=leases)
         self._nodes = permit.nodes
         self._switch_ttl_s = min(SWITCH_TTL_S, permit.lease_s)
-        self._kept: EnginePermissions | None = None
-        """Permissions that the gateway has confirmed; None before the first."""
+        self._kept: EngineSwitches | None = None
+        """Switches that the gateway has confirmed; None before the first."""
         self._renew_s = 0.0
+        self._off_by_s = 0.0
+        """Time at which the gateway turns off by itself what it last confirmed."""
         self._tokens: dict[EngineKind, int] = {}
         """Tokens before the rollout, by the kind of engine."""
         self._began_s = 0.0
@@ -113,6 +115,8 @@ class LeasedRollout:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
             self._log_once(error)
+            # The nodes are the job's until its turns there have ended by themselves.
+            threading.Event().wait(max(0.0, self._off_by_s - self._clock.now()))
 
     def _measure_bulk(self) -> None:
         """Measures the bulk, once, when the rollout is in its tail or over."""
@@ -199,6 +203,7 @@ class LeasedRollout:
             return
         self._kept, self._fault = target, ""
         self._renew_s = now + self._switch_ttl_s / RENEWALS
+        self._off_by_s = self._clock.now() + self._switch_ttl_s if target.dedicated else 0.0
 
     def _log_once(self, error: RoseMuxError) -> None:
         """Logs once for each fault in a row."""

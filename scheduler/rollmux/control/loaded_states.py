@@ -39,9 +39,12 @@ class LoadedStates:
         self._transport = transport
         self._clock = clock
         self._job, self._holder = job, holder
+        self.busy: Callable[[], tuple[NodeId, ...]] = tuple
+        """Nodes of the phase that runs now: reported as clear only once it has ended."""
         self._states: dict[PhaseKind, _Loaded] = {}
         self._stuck: set[PhaseKind] = set()
-        """States whose release failed; logged once in a row, and tried again."""
+        """States whose release failed: not loaded as they should be, and not gone. Logged once in a
+        row, and tried again."""
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
         self._lease_s = 0.0
@@ -54,9 +57,15 @@ class LoadedStates:
         release: Callable[[], None],
         *,
         lease_s: float,
+        stuck: bool = False,
     ) -> None:
-        """The phase has ended, and its state is still on these nodes."""
+        """The phase has ended, and its state is still on these nodes.
+
+        `stuck`: since its release failed.
+        """
         with self._lock:
+            if stuck:
+                self._stuck.add(kind)
             if not self._states:
                 self._answered_s = self._clock.now()
             self._states[kind], self._lease_s = _Loaded(frozenset(nodes), release), lease_s
@@ -76,9 +85,8 @@ class LoadedStates:
         with self._lock:
             for other, state in list(self._states.items()):
                 fits = state.nodes >= required if other == kind else not state.nodes & required
-                if not fits:
-                    state.release()
-                    gone |= self._states.pop(other).nodes
+                if not fits or other in self._stuck:
+                    gone |= self._take_off(other)
             found = self._states.pop(kind, None)
         if gone - required:
             self._say(gone - required)
@@ -90,22 +98,25 @@ class LoadedStates:
         gone = set(asked or ())
         with self._lock:
             for kind in list(self._states):
-                state = self._states[kind]
-                if asked is not None and not state.nodes & asked:
+                if asked is not None and not self._states[kind].nodes & asked:
                     continue
+                known = kind in self._stuck
                 try:
-                    state.release()
+                    gone |= self._take_off(kind)
                 except Exception:
-                    if kind not in self._stuck:
+                    if not known:
                         _log.exception("job %s: its %s state stays loaded", self._job, kind)
-                    self._stuck.add(kind)
-                    continue
-                self._stuck.discard(kind)
-                gone |= state.nodes
-                del self._states[kind]
-            gone = gone.difference(*(state.nodes for state in self._states.values()))
+            kept = (state.nodes for state in self._states.values())
+            gone = gone.difference(self.busy(), *kept)
         if gone:
             self._say(gone)
+
+    def _take_off(self, kind: PhaseKind) -> frozenset[NodeId]:
+        """Releases a state; returns the nodes that it was on. Raises the error of its hook."""
+        self._stuck.add(kind)
+        self._states[kind].release()
+        self._stuck.discard(kind)
+        return self._states.pop(kind).nodes
 
     def _asks(self) -> None:
         while True:

@@ -14,48 +14,36 @@ The state stays loaded until another job is to start there; with `stays_loaded=F
 the end of its phase. The process lives on: communicators and environments are made once.
 """
 
-import logging
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 
 import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
-from harvester.contracts.event_limit import EventLimit
-from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import JobSpec, PhaseKind
-from scheduler.rollmux.cluster.runtime_events import Call, OrderMove, Submit
-from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
+from scheduler.rollmux.control.job_gateway import GatewayAccess
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase import Phase
+from scheduler.rollmux.control.repeated_calls import RepeatedCalls
 from scheduler.rollmux.control.wire import (
     Accepted,
-    CallRefused,
-    Ended,
     Granted,
     Placed,
     Reply,
     Transport,
-    Waiting,
-    reply_text,
 )
-from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
+from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail, terms_fault
-
-_log = logging.getLogger(__name__)
-_OLD_RATIO = 1 / 3
-"""Share of the lease after which the answer to a request is too old: it is asked again, which gives
-the permit a whole lease."""
 
 Resume = Callable[[bool], None]
 """Called with whether the start is cold: the first of this kind in this process."""
@@ -93,14 +81,14 @@ class PhaseClient:
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
-        harvesting: Harvesting | None = None,
+        gateway: GatewayAccess | None = None,
     ) -> None:
         """`terms` name the job's nodes; a planning control takes a `JobSpec` and names them.
 
         `timeout_s` bounds the wait for a placement, for a permit and for an absent control.
         A job's move comes between two iterations: `on_move` frees what it holds on its old
         nodes, and the job waits until its new ones have room. Its next phase loads it there.
-        With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
+        With a `gateway` its rollouts use leases of it, and their tails may end there.
 
         Raises ConfigError if the job is refused, Exhausted if no control answers in time.
         """
@@ -115,12 +103,11 @@ class PhaseClient:
         self._transport = transport
         if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
             raise ConfigError(f"job {terms.job}: {fault}")
-        self._silences = EventLimit(burst=1.0, per_s=1 / 60)
-        self._declaration = _declaration(terms, harvesting=harvesting is not None)
-        self._gateway = None if harvesting is None else harvesting.of(terms.job)
+        self._declaration = _declaration(terms, harvesting=gateway is not None)
+        self._gateway = None if gateway is None else gateway.of(terms.job)
         self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
-        self._timeout_s = timeout_s
+        self._calls = RepeatedCalls(transport, self._clock, terms.job, timeout_s=timeout_s)
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._on_move = on_move
         self._loading_s = 0.0
@@ -133,12 +120,12 @@ class PhaseClient:
             # A job that its gateway refuses must take no nodes.
             self._gateway.switch_off()
         try:
-            self._place()
+            self.placement = self._calls.place(self._declaration)
         except ConfigError:
             raise
         except BaseException:
             # Later jobs would wait behind one that has no process.
-            self._withdraw()
+            self._calls.withdraw(self._holder)
             raise
 
     def resident(
@@ -177,20 +164,27 @@ class PhaseClient:
         try:
             granted, asked_s = self._awaited(kind, cancelled or threading.Event())
         except BaseException:
-            self._withdraw()
+            # A permit that has come unseen goes with the wait, and its nodes to another job.
+            self._loaded.release()
+            self._calls.withdraw(self._holder)
             raise
         granted_s = self._clock.now()
         self._open = kind
         permit = Permit(
             self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )
+        self._loaded.busy = lambda: permit.nodes
         cold = kind not in self._entered
         resident = self._residents.get(kind)
+        taken = False
         try:
-            if not self._loaded.take(kind, granted.nodes) and resident is not None:
+            found = self._loaded.take(kind, granted.nodes)
+            taken = True
+            if not found and resident is not None:
                 resident.on_resume(cold)
         except BaseException as error:
-            self._leave(permit, failed=f"could not be resumed: {error!r}")
+            # A state that could not make way is still there.
+            self._leave(permit, failed=f"could not be resumed: {error!r}", stays_loaded=not taken)
             raise
         self._entered.add(kind)
         if kind is PhaseKind.ROLLOUT and self._gateway is not None:
@@ -231,16 +225,25 @@ class PhaseClient:
             if resident is not None and not stays_loaded:
                 resident.on_release()
         except BaseException as error:
-            self._leave(permit, failed=failed or f"could not be released: {error!r}")
+            # It is still there: the next job waits until another try has taken it off.
+            self._keep_loaded(permit, resident, stuck=True)
+            failed = failed or f"could not be released: {error!r}"
+            self._leave(permit, failed=failed, stays_loaded=True)
             raise
         self._loading_s += self._clock.now() - ended_s
-        if resident is not None and stays_loaded:
-            self._loaded.leave(
-                permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
-            )
+        if stays_loaded:
+            self._keep_loaded(permit, resident)
         self._leave(permit, failed=failed, stays_loaded=stays_loaded)
         if not failed:
             permit.check()
+
+    def _keep_loaded(
+        self, permit: Permit, resident: _Resident | None, *, stuck: bool = False
+    ) -> None:
+        """The phase's state stays on its nodes."""
+        if resident is not None:
+            release, lease_s = resident.on_release, permit.lease_s
+            self._loaded.leave(permit.kind, permit.nodes, release, lease_s=lease_s, stuck=stuck)
 
     @contextmanager
     def _given_back(self, permit: Permit) -> Iterator[None]:
@@ -251,70 +254,17 @@ class PhaseClient:
             self.end(permit, failed=repr(error))
             raise
 
-    def _withdraw(self) -> None:
-        """Withdraws the request for a permit, or for a placement; if the control cannot be reached,
-        the lease expires, or `gone_s`."""
-        with suppress(Exhausted, PeerProtocolError):
-            self._transport.call(Withdraw(job=self.job, holder=self._holder))
-
-    def _place(self) -> None:
-        pauses = self._backoff(self._timeout_s)
-        while True:
-            reply = self._answer(self._declaration, pauses)
-            if reply is None:
-                continue
-            if isinstance(reply, Accepted):
-                return
-            if isinstance(reply, Placed):
-                self.placement = reply
-                return
-            if isinstance(reply, CallRefused) and reply.retry_after_s is None:
-                raise ConfigError(f"job {self.job}: {reply.reason}")
-            pauses.pause(Exhausted(f"job {self.job} {reply_text(reply)}"))
-
-    def _answer(self, message: Call, pauses: Backoff) -> Reply | None:
-        """The reply; None, after a pause, if no reply came."""
-        try:
-            return self._transport.call(message)
-        except Exhausted as error:
-            # Once a minute: a wait without a word looks like a queue.
-            if self._silences.admits(now=self._clock.now()):
-                _log.warning("job %s waits for a phase control: %s", self.job, error)
-            pauses.pause(error)
-            return None
-
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:
         """The permit, and the time of the request that it answers."""
-        pauses = self._backoff(self._timeout_s)
-        wait_s = 1.0
-        while not cancelled.is_set():
-            entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
-            asked_s = self._clock.now()
-            match reply := self._answer(entry, pauses):
-                case None:
-                    continue
-                case Granted() if cancelled.is_set():
-                    break
-                case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
-                    wait_s = 0.0
-                    pauses.check("the control answers too slowly")
-                case Granted():
-                    return reply, asked_s
-                case Waiting():
-                    pauses.check(f"{reply.ahead} jobs are before it")
-                case CallRefused(unknown=True):
-                    self._place_again()
-                case CallRefused(retry_after_s=None):
-                    raise ConfigError(f"job {self.job}: {reply.reason}")
-                case _:
-                    words = reply_text(reply)
-                    pauses.pause(Exhausted(f"{kind} phase of job {self.job} {words}"))
-        raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
+        pauses = self._calls.patience()
+        entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=1.0)
+        while (found := self._calls.enter(entry, pauses, cancelled)) is None:
+            self._place_again()
+        return found
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
         """Repeats until the control has received it; an absent one receives it on its return."""
-        permit.end()
-        self._open = None
+        self._loaded.busy = tuple
         leave = Leave(
             job=self.job,
             epoch=permit.epoch,
@@ -325,11 +275,16 @@ class PhaseClient:
         )
         self._leased_s = 0.0
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
-        timeout_s = min(self._timeout_s, permit.lease_s) if failed else self._timeout_s
+        timeout_s = self._calls.timeout_s
+        timeout_s = min(timeout_s, permit.lease_s) if failed else timeout_s
         try:
-            left = self._say(leave, timeout_s=timeout_s)
+            permit.end()
+            self._open = None
+            left = self._calls.leave(leave, timeout_s=timeout_s)
         except BaseException as error:
             # Another job may be where its states are, or is once the permit has lapsed.
+            self._open = None
+            self._loaded.release(permit.nodes)
             self._loaded.release()
             if failed and isinstance(error, Exhausted | Stale | PeerProtocolError):
                 return
@@ -349,25 +304,9 @@ class PhaseClient:
         self._place_again()
 
     def _place_again(self) -> None:
-        before = self.placement
-        self._place()
+        before, self.placement = self.placement, self._calls.place(self._declaration)
         if self.placement is not None and self.placement != before:
             self._loaded.release()
-
-    def _backoff(self, timeout_s: float) -> Backoff:
-        limits = RetryLimits(
-            give_up_s=timeout_s, attempts_max=inf, first_wait_s=0.02, wait_max_s=0.5
-        )
-        return Backoff(limits, self._clock)
-
-    def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
-        pauses = self._backoff(timeout_s)
-        while True:
-            reply = self._answer(leave, pauses)
-            if isinstance(reply, Ended):
-                raise Stale(f"phase of job {self.job}: {reply.reason}")
-            if reply is not None:
-                return reply
 
 
 def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Register:

@@ -40,6 +40,7 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import (
     Beat,
     ControlResumed,
+    EndPermit,
     Enter,
     Forget,
     Leave,
@@ -58,6 +59,8 @@ _log = logging.getLogger(__name__)
 JOBS_MAX = 4096
 TICK_S = 0.1
 _RETRY_S = 0.5
+_TAKEN = (PermitEndReason.LEFT, PermitEndReason.OVERRAN)
+"""Ends of permits whose processes live, and have a lease to learn of it."""
 
 
 class PhaseService:
@@ -261,9 +264,16 @@ class PhaseService:
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         """Decided, journalled and kept, before anything that depends on it is answered."""
         now = self._clock.now()
+        permit = self._policy.permit(event.job) if isinstance(event, Unloaded) else None
+        loaded = () if permit is None else permit.loaded
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
+        taken = (each for each in effects if isinstance(each, EndPermit) and each.ended in _TAKEN)
+        self._loaded_seen_s |= {each.job: now for each in taken}
         changed = {each.job for each in effects if not isinstance(each, Refuse)}
+        if permit is not None and permit.loaded != loaded:
+            # Its record tells a restart where its states are.
+            changed.add(permit.job)
         self._unsaved |= changed
         # A full disk costs the journal decisions, never a job its answer.
         snapshot = self._log.decided(now=now, sample=event, effects=effects)

@@ -54,8 +54,6 @@ class JobHistory:
         self._first = True
         self._new_process = False
         self._queued_for = ""
-        self._queued = False
-        """Whether it waits for its first placement: a withdrawal then ends it."""
 
     def read(self, line: Began | Dated) -> Iterator[HistoryEntry]:
         for entry in self._began(line) if isinstance(line, Began) else self._decided(line):
@@ -83,7 +81,6 @@ class JobHistory:
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
         own = [one["placed"] for one in planned if one["placed"]["spec"]["job"] == self._job]
-        self._queued = any(one.get("placed_s") is None for one in own)
         if own:
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
@@ -112,7 +109,7 @@ class JobHistory:
     def _caused(self, event: RuntimeEvent | None, now: JournalMoment) -> Iterator[HistoryEntry]:
         match event:
             case Submit(spec=given) if given.job == self._job and not self.is_known:
-                self.is_known, self._queued_for, self._queued = True, "", True
+                self.is_known, self._queued_for = True, ""
                 yield HistoryEntry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not terms_fault(terms):
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
@@ -136,7 +133,6 @@ class JobHistory:
         for effect in own:
             match effect:
                 case PlanJob():
-                    self._queued = False
                     yield _plan_entry(effect, now)
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
@@ -163,22 +159,19 @@ class JobHistory:
     def _closed(
         self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: JournalMoment
     ) -> Iterator[HistoryEntry]:
-        forgotten = isinstance(event, Forget) and event.job == self._job
-        gave_up = isinstance(event, Withdraw) and event.job == self._job and self._queued
         own = [effect for effect in effects if effect.job == self._job]
         close = next((one for one in own if isinstance(one, CloseJob)), None)
-        gone = (
-            forgotten
-            or gave_up
-            or close is not None
-            or any(isinstance(one, DropPlace) and one.forgotten for one in own)
-        )
+        gone = any(isinstance(one, DropPlace) and one.forgotten for one in own)
         if not (gone and self.is_known):
             return
         self.is_known = False
-        why = "it was forgotten" if forgotten else "it was silent for too long"
-        if gave_up:
-            why = "its process gave up the wait for a placement"
+        match event:
+            case Forget(job=job) if job == self._job:
+                why = "it was forgotten"
+            case Withdraw(job=job) if job == self._job:
+                why = "its process gave up the wait for a placement"
+            case _:
+                why = "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
         yield HistoryEntry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
 

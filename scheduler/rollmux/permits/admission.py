@@ -42,7 +42,9 @@ def remove(table: PermitTable, job: JobId, *, now: float, for_good: bool) -> Eff
         return []
     effects: Effects = []
     if permit.holding:
-        effects.append(end(table, permit, PermitEndReason.LEFT, "the job left", now=now))
+        # Its process does not know yet: the next job waits until it does, or is silent for a lease.
+        reason, words = PermitEndReason.LEFT, "the job left"
+        effects.append(end(table, permit, reason, words, now=now, stays_loaded=True))
     table.leave_lines(permit)
     if for_good:
         table.unload(permit, permit.loaded)

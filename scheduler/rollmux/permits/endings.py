@@ -29,7 +29,8 @@ def ended(
     if event.failed:
         asked = permit.stage is PermitStage.REVOKED
         reason = PermitEndReason.OVERRAN if asked else PermitEndReason.FAILED
-        return [fail(table, permit, reason, event.failed, now=now)]
+        stays_loaded = event.stays_loaded
+        return [fail(table, permit, reason, event.failed, now=now, stays_loaded=stays_loaded)]
     work_until(permit, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
     loading_s = min(event.loading_s, permit.worked_s)
@@ -101,7 +102,13 @@ def _solo_s(permit: JobPermit, loading_s: float, leased_s: float) -> float:
 
 
 def fail(
-    table: PermitTable, permit: JobPermit, reason: PermitEndReason, words: str, *, now: float
+    table: PermitTable,
+    permit: JobPermit,
+    reason: PermitEndReason,
+    words: str,
+    *,
+    now: float,
+    stays_loaded: bool = False,
 ) -> EndPermit:
     """The job has lost its permit; it comes again from its last checkpoint, as if it were new."""
     if reason is PermitEndReason.OVERRAN and permit.kind is not None:
@@ -109,7 +116,7 @@ def fail(
         work_until(permit, now=now)
         permit.longest_runs[permit.kind] = longest.cut(permit.worked_s)
     permit.failures += 1
-    return end(table, permit, reason, words, now=now)
+    return end(table, permit, reason, words, now=now, stays_loaded=stays_loaded)
 
 
 def stale(job: JobId, epoch: Epoch) -> Refuse:

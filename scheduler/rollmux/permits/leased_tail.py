@@ -63,8 +63,8 @@ TRANSITIONS: Final[dict[tuple[TailState, TailEvent], TailState]] = {
 } | {(state, TailEvent.PERMIT_LOST): TailState.ENDED for state in TailState}
 
 
-class EnginePermissions(NamedTuple):
-    """Permissions of the job at its gateway."""
+class EngineSwitches(NamedTuple):
+    """Both switches of the job at its gateway."""
 
     dedicated: bool
     harvesting: bool
@@ -149,9 +149,9 @@ class LeasedTail:
         self._asked_s = float("-inf")
 
     @property
-    def switches(self) -> EnginePermissions:
+    def switches(self) -> EngineSwitches:
         ended = self.state is TailState.ENDED
-        return EnginePermissions(
+        return EngineSwitches(
             dedicated=self.state is TailState.HOME, harvesting=self._leases and not ended
         )
 

@@ -79,7 +79,9 @@ def _obstacles(table: PermitTable, waiter: JobPermit, now: float) -> Obstacles:
         job = table.on(node)
         if job is None:
             found += table.free_accelerators(node, per_node=phase.accelerators)
-            if (other := table.loaded_by_other(waiter, node)) is not None:
+            if (other := table.in_the_way(waiter, node)) is waiter:
+                loaded[other.job] = other.loaded
+            elif other is not None:
                 loaded[other.job] = (*loaded.get(other.job, ()), node)
         elif not table.under_tail(node):
             tail = tails.get(job) or _movable_tail(table, table.jobs[job], now)

@@ -52,8 +52,6 @@ class PermitTable:
             for node, kept in tails.items():
                 self._keep_tail(permit.job, node, len(kept))
             self._join(permit)
-        for permit in sorted(jobs, key=lambda each: each.epoch):
-            # A record may be of before its state was unloaded; another's there is newer.
             self._loaded |= dict.fromkeys(permit.loaded, permit.job)
 
     def next_epoch(self) -> Epoch:
@@ -84,6 +82,8 @@ class PermitTable:
         """Its state stays on its nodes' accelerators, without the part of one that its tail had."""
         parts = permit.accelerators
         nodes = tuple(node for node in permit.nodes if 0 not in parts.get(node, ()))
+        if not nodes:
+            return
         permit.loaded += nodes
         permit.loaded_by = permit.holder
         self._loaded |= dict.fromkeys(nodes, permit.job)
@@ -97,14 +97,21 @@ class PermitTable:
         self._forget_loaded(permit, gone)
         if not permit.loaded:
             permit.loaded_by = ""
+            # A new process of the job may have waited for that.
+            self.touch(permit.awaits)
         self.touch(gone)
 
     def _forget_loaded(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
         permit.loaded = tuple(node for node in permit.loaded if node not in nodes)
         permit.unload = tuple(node for node in permit.unload if node not in nodes)
 
-    def loaded_by_other(self, permit: JobPermit, node: NodeId) -> JobPermit | None:
-        """The job whose state has to leave the node before this one starts there."""
+    def in_the_way(self, permit: JobPermit, node: NodeId) -> JobPermit | None:
+        """The job whose state has to leave before this one starts on the node.
+
+        The job itself, while states of an earlier process of it are left on any node.
+        """
+        if permit.loaded and permit.loaded_by != permit.holder:
+            return permit
         job = self._loaded.get(node)
         return None if job is None or job == permit.job else self.jobs[job]
 
@@ -245,7 +252,7 @@ class PermitTable:
             for node in permit.awaits
             if node not in self._on
             and node not in self.closed
-            and self.loaded_by_other(permit, node) is None
+            and self.in_the_way(permit, node) is None
             and self.is_first(permit, node, now)
         )
 

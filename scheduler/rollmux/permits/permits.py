@@ -174,6 +174,9 @@ class PermitPolicy:
         table, phase = self._table, permit.phase
         if phase is None or permit.stage is not PermitStage.TAILING or permit.awaits:
             return []
+        if permit.accelerators:
+            # It keeps a part of a node, and others may have the rest.
+            return []
         missing = tuple(node for node in phase.nodes if node not in permit.nodes)
         held = any(table.on(node) is not None for node in missing)
         asked_for = any(table.asks(other, now) for other in table.in_line(missing))
@@ -205,8 +208,10 @@ class PermitPolicy:
                 reason = f"no call for {config.lease_s:g} s"
                 return [fail(table, permit, PermitEndReason.SILENT, reason, now=now)]
             case WatchdogVerdict.OUT_OF_GRACE:
-                reason = f"ran for {lasted_s:.1f} s and did not end on request"
-                return [fail(table, permit, PermitEndReason.OVERRAN, reason, now=now)]
+                words = f"ran for {lasted_s:.1f} s and did not end on request"
+                reason = PermitEndReason.OVERRAN
+                # Its process lives: the next job waits until it has stopped, or is silent.
+                return [fail(table, permit, reason, words, now=now, stays_loaded=True)]
             case WatchdogVerdict.LATE:
                 permit.warned_s = now
                 bound = f"longer than its bound of {bound_s(permit):.1f} s"

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
+from scheduler.sim.rollmux.arms import WINDOW_GOAL
 from scheduler.sim.rollmux.comparison import ArmComparison, ArmSummary
 
 TITLES: Final = {
@@ -27,11 +27,7 @@ HEAD: Final = (
     f"above {WINDOW_GOAL:g}",
     "moves",
 )
-CLOCK: Final = (
-    "An SLO counts from a job's arrival, queueing included."
-    if SLO_COUNTS_QUEUEING
-    else "An SLO counts from a job's placement, queueing not included."
-)
+CLOCK: Final = "An SLO counts from a job's arrival, queueing included."
 WINDOW: Final = (
     "Worst window: the largest slow-down over any 20 iterations of one job in a row, as a ratio of "
     "its SLO, which is promised for the whole run only; beside it the jobs that were slower there "

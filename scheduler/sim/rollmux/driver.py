@@ -40,6 +40,7 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Ledger, NodeBill, RunCounts, RunResult
@@ -57,8 +58,9 @@ _NOTES: Final = {
     PlacementDecision.MOVED: "move",
     PlacementDecision.RESTARTED: "restart",
 }
+_WHOLE: Final = (PermitStage.RUNNING, PermitStage.NARROWING)
 _ALWAYS: Final = -1
-"""Marks accelerators that a job has left: the next one loads its own state."""
+"""Version of a moment that no other action replaces."""
 
 
 Watch = Callable[[PhaseRuntime, float], None]
@@ -94,7 +96,7 @@ class Driver:
         self._numbers = count()
         self._left = len(jobs)
         self._loaded: dict[NodeId, JobId] = {}
-        """Per node, the job with its state on the accelerators."""
+        """Per node, the job with its state on the accelerators; no job once it was asked off."""
 
     def run(self) -> RunResult:
         for worker in self._workers:
@@ -188,11 +190,10 @@ class Driver:
         leaves_s = self._disruptions.leaves_at_s(one, self._world)
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
-        worker.stage = WorkerStage.BETWEEN
         self._send(Submit(spec=spec_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:
-        """Puts the job's state on its present nodes."""
+        """The job is on its present nodes: their host memory is its, and its phases load there."""
         if worker.stage is WorkerStage.WAITING:
             self._set_next(worker, self._now, self._ask)
         placed = self._runtime.cluster.placements[worker.job]
@@ -200,16 +201,15 @@ class Driver:
             return
         if placed.changed:
             self._send(Submit(spec=spec_of(worker.one, self._world)))
-        cold = worker.is_new
         nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
-        worker.load(nodes)
-        loading_s = self._world.cold_start_s if cold else self._world.move_s
-        self._set_next(worker, self._now + loading_s, self._ask)
+        worker.stage, worker.resident = WorkerStage.WAITING, worker.resident & nodes
+        self._set_next(worker, self._now, self._ask)
 
     def _submit_again(self, worker: Worker) -> None:
         """Submits the job again: it learns its present placement and moves its state there."""
         worker.stage = WorkerStage.BETWEEN
+        self._unload(worker)
         self._send(Submit(spec=spec_of(worker.one, self._world)))
         self._admitted(worker)
 
@@ -227,14 +227,20 @@ class Driver:
 
     def _load(self, worker: Worker, nodes: tuple[NodeId, ...]) -> float:
         """Loads the job's state on these nodes' accelerators; returns the seconds that it takes."""
-        loading_s = 0.0
-        if any(self._loaded.get(node, worker.job) != worker.job for node in nodes):
-            loading_s = self._world.warm_start_s
-        if not worker.resident.issuperset(nodes):
-            loading_s += self._world.move_s
-            worker.resident.update(nodes)
+        missing = [node for node in nodes if self._loaded.get(node) != worker.job]
+        # On accelerators that hold nothing, a state from storage comes at once.
+        warm = any(node in self._loaded or node in worker.resident for node in missing)
         self._loaded.update(dict.fromkeys(nodes, worker.job))
-        return loading_s
+        return warm * self._world.warm_start_s + worker.bring(nodes, self._world)
+
+    def _unload(self, worker: Worker) -> None:
+        """The job's process has taken its states off all accelerators."""
+        for node in [node for node, job in self._loaded.items() if job == worker.job]:
+            del self._loaded[node]
+
+    def _make_way(self, worker: Worker, nodes: tuple[NodeId, ...]) -> None:
+        """A tail's state is off these nodes; what starts there pays for it with its warm start."""
+        self._loaded |= {node: NO_JOB for node in nodes if self._loaded.get(node) == worker.job}
 
     def _work(self, worker: Worker) -> None:
         worker.work_until(self._now)
@@ -254,7 +260,11 @@ class Driver:
             return  # The same decision has ended its permit, or its tail has left all nodes.
         worker.work_until(self._now)
         worker.share = worker.share_of(permit.nodes, permit.accelerators)
-        if isinstance(effect, FreeNodes):
+        if isinstance(effect, WidenPermit):
+            self._loaded.update(dict.fromkeys(effect.nodes, worker.job))
+            worker.resident.update(effect.nodes)
+        else:
+            self._make_way(worker, effect.nodes)
             worker.tail_moved()
             self._phase("tail_moved", worker, worker.nodes)
         self._set_next(worker, worker.next_s(), self._work)
@@ -275,12 +285,17 @@ class Driver:
         self._phase("phase_end", worker, worker.nodes, solo_s=worker.length_s)
         worker.stage, ended = WorkerStage.WAITING, worker.kind
         worker.version += 1
+        permit = self._runtime.permit(worker.job)
+        # As a job's process does: a tail takes its state off, and only whole phases leave theirs.
+        whole = permit is not None and permit.stage in _WHOLE
+        if not whole:
+            self._make_way(worker, worker.nodes)
         effects = self._send(
             Leave(
                 job=worker.job,
                 epoch=worker.epoch,
                 loading_s=worker.loading_s,
-                stays_loaded=True,
+                stays_loaded=whole,
                 leased_s=worker.leased_s,
             )
         )
@@ -292,6 +307,7 @@ class Driver:
             self._leave(worker, "job_done")
         elif any(isinstance(each, OrderMove) and each.job == worker.job for each in effects):
             self.ledger.write(self._now, "left", job=worker.job)
+            self._unload(worker)
             worker.stage = WorkerStage.BETWEEN
             self._send(Submit(spec=spec_of(worker.one, self._world)))
         else:
@@ -301,6 +317,7 @@ class Driver:
         if worker.stage is not WorkerStage.RUNNING:
             return
         self._phase("phase_lost", worker, worker.nodes)
+        self._unload(worker)
         worker.lose_iteration()
         worker.stage = WorkerStage.BETWEEN
         worker.version += 1
@@ -321,6 +338,7 @@ class Driver:
         worker.version += 1
         self._left -= 1
         self.ledger.write(self._now, kind, job=worker.job)
+        self._unload(worker)
         self._send(Forget(job=worker.job))
 
     def _fail(self, failing: tuple[NodeId, int]) -> None:

@@ -20,11 +20,8 @@ _LEAST_SHARE: Final = 1e-6
 
 
 class WorkerStage(StrEnum):
-    NEW = "new"
-    LOADING = "loading"
-    """State comes to host memory; holds no permit."""
     BETWEEN = "between"
-    """Has left its nodes, or lost them, and waits for others."""
+    """Has no nodes: new, or it has left or lost them."""
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
@@ -33,7 +30,7 @@ class WorkerStage(StrEnum):
 class Worker:
     def __init__(self, one: SimulatedJob, world: World) -> None:
         self.one = one
-        self.stage = WorkerStage.NEW
+        self.stage = WorkerStage.BETWEEN
         self.iteration = 0
         self.kinds: tuple[PhaseKind, ...] = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
         if world.sync_s:
@@ -54,7 +51,8 @@ class Worker:
         self.overhead_s = 0.0
         self.share = 1.0
         """Share of its accelerators that it holds."""
-        self._was_loaded = False
+        self._brought: set[PhaseKind] = set()
+        """Kinds of its phases that have brought their state to some node."""
         self._sync_s = world.sync_s
         self._at_s = 0.0
         self._reported = 0
@@ -73,14 +71,17 @@ class Worker:
     def is_over(self) -> bool:
         return self.iteration == self.one.iterations
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the job's state was never on a node."""
-        return not self._was_loaded
+    def bring(self, nodes: tuple[NodeId, ...], world: World) -> float:
+        """Seconds until its state is in the host memory of these nodes, which it then is in.
 
-    def load(self, nodes: set[NodeId]) -> None:
-        """Puts the job's state into the host memory of these nodes and of no other."""
-        self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
+        Rollout and training each bring their half, under their own permit.
+        """
+        if self.resident.issuperset(nodes):
+            return 0.0
+        both_s = world.move_s if self.kind in self._brought else world.cold_start_s
+        self._brought.add(self.kind)
+        self.resident.update(nodes)
+        return both_s / 2
 
     def share_of(self, nodes: tuple[NodeId, ...], parts: Mapping[NodeId, Sized]) -> float:
         """Share of its rollout's accelerators in these nodes, of which `parts` are held partly."""

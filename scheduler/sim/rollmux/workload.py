@@ -60,11 +60,12 @@ class World:
     control measures moves and warm starts."""
 
     cold_start_s: float = 135.0
-    """A job's state from storage, before its first iteration."""
+    """A job's state from storage: half of it in its first rollout, half in its first training."""
     warm_start_s: float = 5.0
     """A resident state back on its node's accelerators, and another job's off them."""
     move_s: float = 300.0
-    """A job's state to its new nodes, from its checkpoint: its old nodes are free at once."""
+    """A job's state to its new nodes, from its checkpoint, by halves as at first: its old nodes are
+    free at once."""
     migrate_s: float = 3.0
     """A rollout's tail to a share of its accelerators; the next rollout there waits as long."""
     sync_s: float = 0.0

@@ -15,23 +15,33 @@ import numpy as np
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId, is_name
 from scheduler.model import JobSpec, Pool
-from scheduler.rollmux.cluster.job_limits import GB
+from scheduler.rollmux.cluster.job_limits import (
+    GB,
+    JOB_NODES_MAX,
+    SECONDS_MAX,
+    SECONDS_MIN,
+    SLO_MAX,
+)
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, drawn_lengths, phases
 
 JOBS_MAX: Final = 100_000
 ITERATIONS_MAX: Final = 1_000_000
+"""Iterations of all jobs of a file together: each is some ten events in every arm."""
+SPAN_MAX_S: Final = 1e8
+"""Latest arrival, and longest life of a job alone, in s: a run passes through all of the time."""
+_SECONDS: Final = (SECONDS_MIN, SECONDS_MAX)
 _RANGES: Final = {
-    "arrival_s": (0.0, 1e9),
+    "arrival_s": (0.0, SPAN_MAX_S),
     "iterations": (1, ITERATIONS_MAX),
-    "roll_s": (1e-3, 1e7),
-    "train_s": (1e-3, 1e7),
+    "roll_s": _SECONDS,
+    "train_s": _SECONDS,
     "phase_cv": (0.0, 1.0),
-    "roll_max_s": (1e-3, 1e8),
-    "train_max_s": (1e-3, 1e8),
-    "roll_nodes": (1, 8),
-    "train_nodes": (1, 8),
+    "roll_max_s": _SECONDS,
+    "train_max_s": _SECONDS,
+    "roll_nodes": (1, JOB_NODES_MAX),
+    "train_nodes": (1, JOB_NODES_MAX),
     "host_gb": (0.0, NODE_TYPES[Pool.ROLLOUT].host_bytes / GB),
-    "slo": (1.0, 100.0),
+    "slo": (1.0, SLO_MAX),
     "drift": (0.05, 20.0),
 }
 COLUMNS: Final = ("job", *_RANGES)
@@ -53,8 +63,9 @@ def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
     if not rows or tuple(name.strip() for name in rows[0][1]) != COLUMNS:
         raise ConfigError(f"{path}: line 1: the columns must be {','.join(COLUMNS)}")
     if len(rows) - 1 > JOBS_MAX:
-        raise ConfigError(f"{path}: more than {JOBS_MAX} jobs")
+        raise ConfigError(f"{path}: line {rows[-1][0]}: job is one of more than {JOBS_MAX}")
     seen: dict[str, int] = {}
+    iterations = 0
     jobs: list[SimulatedJob] = []
     for line, row in rows[1:]:
         if not row:
@@ -62,6 +73,10 @@ def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
         job = _job(f"{path}: line {line}", row, seed=seed, number=len(jobs))
         if (before := seen.setdefault(job.job.job, line)) != line:
             raise ConfigError(f"{path}: line {line}: job {job.job.job} is on line {before} too")
+        iterations += job.iterations
+        if iterations > ITERATIONS_MAX:
+            words = f"of all jobs so far are {iterations}; the most is {ITERATIONS_MAX}"
+            raise ConfigError(f"{path}: line {line}: iterations {words}")
         jobs.append(job)
     if not jobs:
         raise ConfigError(f"{path}: no jobs")
@@ -78,6 +93,10 @@ def _job(where: str, row: list[str], *, seed: int, number: int) -> SimulatedJob:
     for phase in ("roll", "train"):
         if values[f"{phase}_max_s"] < values[f"{phase}_s"]:
             raise ConfigError(f"{where}: {phase}_max_s is less than {phase}_s")
+    iteration_s = (values["roll_max_s"] + values["train_max_s"]) * max(1.0, values["drift"])
+    if (life_s := values["iterations"] * iteration_s) > SPAN_MAX_S:
+        words = f"may take {life_s:g} s with drift; the most is {SPAN_MAX_S:g} s"
+        raise ConfigError(f"{where}: iterations of roll_max_s and train_max_s {words}")
     maxima_s = (values["roll_max_s"], values["train_max_s"])
     return SimulatedJob(
         job=JobSpec(

@@ -6,7 +6,7 @@ import pytest
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.contracts.wire.gateway_status import GatewayFleet, GatewayStatus
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.harvesting import GatewayView
+from scheduler.rollmux.control.job_gateway import GatewayView
 
 READERS = (GatewayFleet, GatewayReport, GatewayView)
 

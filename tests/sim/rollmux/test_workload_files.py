@@ -62,11 +62,28 @@ def test_reads_jobs_in_the_order_of_their_arrivals(tmp_path: Path) -> None:
         (GOOD.replace(",1,1,", ",0,1,").replace("a,0", "b,0"), "line 3: roll_nodes is 0"),
         (GOOD.replace("0.08", "").replace("a,0", "b,0"), "line 3: phase_cv '' is no number"),
         (GOOD.replace("a,0", "b,0") + ",7", "line 3: 14 columns"),
+        (GOOD.replace("a,0", "b,2e8"), "line 3: arrival_s is 2e8"),
+        (GOOD.replace("a,0,10", "b,0,999999"), "line 3: iterations of roll_max_s and train_max_s"),
     ],
 )
 def test_names_the_line_and_what_is_wrong(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         read_workload(_file(tmp_path, GOOD, line), seed=1)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e12", "1e400"])
+@pytest.mark.parametrize("column", COLUMNS[1:])
+def test_bounds_every_number_by_line_and_column(tmp_path: Path, column: str, value: str) -> None:
+    given = GOOD.split(",")
+    given[COLUMNS.index(column)] = value
+    with pytest.raises(ConfigError, match=f"line 2: {column} is {value}; it must be"):
+        read_workload(_file(tmp_path, ",".join(given)), seed=1)
+
+
+def test_bounds_the_iterations_of_all_jobs_together(tmp_path: Path) -> None:
+    lines = [f"{name},0,400000,1,1,0.08,10,10,1,1,1,1.5,1" for name in "abc"]
+    with pytest.raises(ConfigError, match="line 4: iterations of all jobs so far are 1200000"):
+        read_workload(_file(tmp_path, *lines), seed=1)
 
 
 def test_reads_what_a_spreadsheet_writes(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ SHOWN_DEEPER = {
     "Adapter",
     "Base",
     "Corrupt",
-    "Harvesting",
+    "GatewayAccess",
     "JobId",
     "JobTerms",
     "Names",

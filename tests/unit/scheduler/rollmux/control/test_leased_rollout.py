@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
-from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
+from scheduler.rollmux.control.job_gateway import GatewayAccess, GatewayView
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.wire import (
@@ -23,15 +24,15 @@ from scheduler.rollmux.permits.events import (
     Leave,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
-from scheduler.rollmux.permits.leased_tail import GONE_S, EnginePermissions, TailEnd
+from scheduler.rollmux.permits.leased_tail import GONE_S, EngineSwitches, TailEnd
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, nodes, terms
 
 LONG_S = 20.0
-BOTH = EnginePermissions(dedicated=True, harvesting=True)
-LEASES_ALONE = EnginePermissions(dedicated=False, harvesting=True)
-NEITHER = EnginePermissions(dedicated=False, harvesting=False)
+BOTH = EngineSwitches(dedicated=True, harvesting=True)
+LEASES_ALONE = EngineSwitches(dedicated=False, harvesting=True)
+NEITHER = EngineSwitches(dedicated=False, harvesting=False)
 
 
 class FakeGateway:
@@ -42,7 +43,7 @@ class FakeGateway:
         self.active = JobId("a")
         self.jobs = jobs
         self.fault: BaseException | None = None
-        self.told: list[EnginePermissions] = []
+        self.told: list[EngineSwitches] = []
         self.activated = 0
         self.tokens = {"dedicated": 1000, "guest": 100}
         self.job = JobId("")
@@ -72,7 +73,7 @@ class FakeGateway:
         self.activated += 1
         self.active = self.job
 
-    def switch(self, switches: EnginePermissions, *, for_s: float) -> None:
+    def switch(self, switches: EngineSwitches, *, for_s: float) -> None:
         self._fail()
         with self.changed:
             if switches != self.now:
@@ -80,10 +81,10 @@ class FakeGateway:
             self.changed.notify_all()
 
     @property
-    def now(self) -> EnginePermissions | None:
+    def now(self) -> EngineSwitches | None:
         return self.told[-1] if self.told else None
 
-    def until(self, switches: EnginePermissions) -> None:
+    def until(self, switches: EngineSwitches) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.now == switches, timeout=LONG_S)
 
@@ -98,7 +99,7 @@ class Scene:
     def __init__(self, control: EmbeddedControl, gateway: FakeGateway, **more: Any) -> None:
         given: Any = gateway
         self.gateway = gateway
-        self.a = PhaseClient(control, terms("a"), timeout_s=LONG_S, harvesting=given, **more)
+        self.a = PhaseClient(control, terms("a"), timeout_s=LONG_S, gateway=given, **more)
         self.b = PhaseClient(control, terms("b"), timeout_s=LONG_S)
 
     def begin(self, ratio: float = 0.9) -> Permit:
@@ -285,6 +286,18 @@ def test_a_gateway_that_fails_fails_no_phase(fault: Exception) -> None:
         assert scene.gateway.told == []
 
 
+def test_nodes_are_given_back_only_once_the_gateway_has_turned_the_engines_off_by_itself() -> None:
+    with EmbeddedControl(PermitsConfig(lease_s=0.5)) as control:
+        scene = Scene(control, FakeGateway())
+        permit = scene.begin(0.5)
+        with scene.gateway.changed:
+            scene.gateway.changed.wait(LONG_S)
+        confirmed_s = MonotonicClock().now()
+        scene.gateway.fault = Exhausted("away")
+        scene.a.end(permit)
+        assert MonotonicClock().now() - confirmed_s > 0.4
+
+
 def test_a_permit_that_is_lost_ends_the_use_of_engines_and_leases_at_once() -> None:
     with EmbeddedControl(PermitsConfig(lease_s=0.5)) as control:
         scene = Scene(control, FakeGateway())
@@ -344,7 +357,7 @@ def test_an_interrupt_after_the_engines_are_on_turns_them_off_before_the_permit_
         scene = Scene(control, FakeGateway())
         switch = scene.gateway.switch
 
-        def interrupted(switches: EnginePermissions, *, for_s: float) -> None:
+        def interrupted(switches: EngineSwitches, *, for_s: float) -> None:
             switch(switches, for_s=for_s)
             if switches == BOTH:
                 raise KeyboardInterrupt
@@ -379,7 +392,7 @@ def test_a_job_that_its_gateway_refuses_is_not_placed() -> None:
     gateway.switch_off = refuse
     with EmbeddedControl() as control:
         with pytest.raises(ConfigError):
-            PhaseClient(control, terms("a"), harvesting=gateway)
+            PhaseClient(control, terms("a"), gateway=gateway)
         assert control.jobs() == ()
 
 
@@ -394,7 +407,7 @@ def test_a_tail_that_the_job_declares_stays_as_it_was_declared() -> None:
     with EmbeddedControl() as control:
         gateway: Any = FakeGateway()
         wide = terms("a", rollout="r0 r1", tail_ratio=0.5)
-        a = PhaseClient(control, wide, harvesting=gateway)
+        a = PhaseClient(control, wide, gateway=gateway)
         b = PhaseClient(control, terms("b", rollout="r1"), timeout_s=LONG_S)
         with a.phase("rollout") as permit:
             permit.progress(LEASED_TAIL_RATIO)
@@ -409,9 +422,7 @@ def test_a_tail_that_the_job_declares_stays_as_it_was_declared() -> None:
 
 def test_a_gateway_that_is_not_there_stops_no_job(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedControl() as control:
-        phases = PhaseClient(
-            control, terms("a"), harvesting=Harvesting(gateway="http://127.0.0.1:1")
-        )
+        phases = PhaseClient(control, terms("a"), gateway=GatewayAccess(url="http://127.0.0.1:1"))
         with phases.phase("rollout") as permit:
             _eventually(lambda: len(caplog.messages) > 1)
             threading.Event().wait(0.5)
@@ -422,9 +433,9 @@ def test_a_gateway_that_is_not_there_stops_no_job(caplog: pytest.LogCaptureFixtu
 
 def test_a_token_that_cannot_be_read_stops_the_job_at_its_start(tmp_path: Any) -> None:
     with EmbeddedControl() as control:
-        for harvesting in (
-            Harvesting(gateway="http://127.0.0.1:1", token_file=tmp_path / "none"),
-            Harvesting(gateway="ftp://127.0.0.1"),
+        for access in (
+            GatewayAccess(url="http://127.0.0.1:1", token_file=tmp_path / "none"),
+            GatewayAccess(url="ftp://127.0.0.1"),
         ):
             with pytest.raises(ConfigError, match="gateway"):
-                PhaseClient(control, terms("a"), harvesting=harvesting)
+                PhaseClient(control, terms("a"), gateway=access)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
-from harvester.contracts.ids import Epoch, JobId
-from scheduler.rollmux.cluster.runtime_events import Call, Submit
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, Submit
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_client import PhaseClient, install, phase
@@ -38,7 +38,7 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
-from tests.unit.scheduler.rollmux.cluster.submissions import submission
+from tests.unit.scheduler.rollmux.cluster.submissions import cluster, submission
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 from tests.virtual_clock import VirtualClock
@@ -320,19 +320,16 @@ def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes()
             assert permit.nodes == nodes("n1")
 
 
-def test_a_job_reports_nodes_where_its_process_before_has_left_a_state() -> None:
-    with EmbeddedControl(PATIENT) as embedded, ThreadPoolExecutor(1) as pool:
-        phases = PhaseClient(embedded, terms("a"))
-        dead = Enter(job=JobId("a"), kind=TRAINING, holder="dead")
-        assert isinstance(embedded.call(dead), Granted)
-        embedded.call(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
-        other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
-        phases.resident(ROLLOUT)
-        with phases.phase(ROLLOUT):
-            waiting = pool.submit(other.begin, TRAINING)
-            while not embedded.jobs()[0].unload:
-                time.sleep(0.01)
-        other.end(waiting.result())
+def test_a_new_process_of_a_job_starts_once_the_states_of_the_one_before_are_off() -> None:
+    said: list[str] = []
+    with EmbeddedControl(PATIENT) as embedded:
+        before = PhaseClient(embedded, terms("a"))
+        before.resident(TRAINING, on_release=lambda: said.append("offloaded"))
+        with before.phase(TRAINING):
+            pass
+        with PhaseClient(embedded, terms("a"), timeout_s=LONG_S).phase(ROLLOUT):
+            said.append("rolls out")
+    assert said == ["offloaded", "rolls out"]
 
 
 def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
@@ -346,16 +343,99 @@ def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None
     assert [report.nodes for report in reports] == [nodes("n2")]
 
 
-@pytest.mark.parametrize("hook", ["on_resume", "on_release"])
-def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
+def test_a_phase_that_lost_a_node_stops_before_another_job_starts_on_its_living_one() -> None:
+    said: list[str] = []
+    nodes_there = cluster("r0 r1", "t0 t1")
+    with EmbeddedControl(cluster=nodes_there) as control, ThreadPoolExecutor(1) as pool:
+        wide = submission("a", rollout_nodes=2, slo=3.0)
+        a = PhaseClient(control, wide, timeout_s=LONG_S)
+        b = PhaseClient(control, submission("b", slo=3.0), timeout_s=LONG_S)
+        a.resident(ROLLOUT, on_release=lambda: said.append("a is off"))
+        a.resident(TRAINING)
+        for kind in (ROLLOUT, TRAINING):
+            with a.phase(kind):
+                pass
+        permit = a.begin(ROLLOUT)
+        waiting = pool.submit(b.begin, ROLLOUT)
+        control.call(NodeReport(node=NodeId("r1"), failed=True))
+        while not permit.lost:
+            time.sleep(0.01)
+        # Its training state is still loaded: the process goes on asking what to unload.
+        with pytest.raises(TimeoutError):
+            waiting.result(1.5)
+        a.end(permit, failed="its node failed")
+        assert said == ["a is off"]
+        granted = waiting.result(LONG_S)
+        assert granted.nodes == nodes("r0")
+        b.end(granted)
+
+
+def test_a_state_that_fails_to_load_gives_the_nodes_back(embedded: EmbeddedControl) -> None:
     phases = PhaseClient(embedded, terms("a"))
-    broken: Callable[..., None] = _breaks
-    phases.resident(ROLLOUT, stays_loaded=False, **{hook: broken})
+    phases.resident(ROLLOUT, stays_loaded=False, on_resume=_breaks)
     with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
         pass
     other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
     with other.phase(ROLLOUT) as permit:
         assert permit.nodes == nodes("r0")
+
+
+class Hook:
+    """Fails the first time; `done` counts the times that it succeeded."""
+
+    def __init__(self) -> None:
+        self.calls = self.done = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            _breaks()
+        self.done += 1
+
+
+def test_a_state_that_fails_to_leave_keeps_other_jobs_off_until_it_has_left(
+    embedded: EmbeddedControl,
+) -> None:
+    phases, offloads = PhaseClient(embedded, terms("a")), Hook()
+    phases.resident(ROLLOUT, stays_loaded=False, on_release=offloads)
+    with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
+        pass
+    assert not offloads.done
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        assert offloads.done == 1
+
+
+def test_a_state_that_fails_to_make_way_for_the_job_s_own_phase_keeps_other_jobs_off(
+    embedded: EmbeddedControl,
+) -> None:
+    phases, offloads, loads = (
+        PhaseClient(embedded, terms("a", rollout="n0", training="n0")),
+        Hook(),
+        Hook(),
+    )
+    phases.resident(TRAINING, on_release=offloads)
+    phases.resident(ROLLOUT, on_resume=loads)
+    with phases.phase(TRAINING):
+        pass
+    with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
+        pass
+    assert (offloads.calls, loads.calls) == (1, 0)
+    with PhaseClient(embedded, terms("b", rollout="n0", training="n0"), timeout_s=LONG_S).phase(
+        ROLLOUT
+    ):
+        assert offloads.done == 1
+
+
+def test_a_state_that_failed_to_leave_is_loaded_anew_by_the_job_s_next_phase(
+    embedded: EmbeddedControl,
+) -> None:
+    phases, offloads, loads = PhaseClient(embedded, terms("a")), Hook(), Hook()
+    loads.calls = 1
+    phases.resident(ROLLOUT, stays_loaded=False, on_resume=loads, on_release=offloads)
+    with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        assert (offloads.done, loads.done) == (1, 2)
 
 
 def _breaks(*_: Any) -> None:
@@ -749,8 +829,14 @@ def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_
 def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
     embedded: EmbeddedControl,
 ) -> None:
-    transport, cancelled = Held(embedded), threading.Event()
+    transport, cancelled, off = Held(embedded), threading.Event(), threading.Event()
+    transport.answers.set()
     phases = PhaseClient(transport, terms("a"))
+    phases.resident(ROLLOUT, on_release=off.set)
+    with phases.phase(ROLLOUT):
+        pass
+    transport.taken.clear()
+    transport.answers.clear()
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
         assert transport.taken.wait(LONG_S)
@@ -759,6 +845,7 @@ def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
         with pytest.raises(Exhausted, match="cancelled"):
             beginning.result()
     assert embedded.jobs()[0].stage is PermitStage.APART
+    assert off.is_set(), "another job may start there now"
 
 
 class Gone(Scripted):

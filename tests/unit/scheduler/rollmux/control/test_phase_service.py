@@ -122,20 +122,20 @@ def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     assert isinstance(_enter(service, "b"), Granted)
 
 
-def test_phases_that_leave_nothing_loaded_do_not_keep_the_states_of_a_dead_process() -> None:
+def test_calls_of_a_new_process_do_not_keep_the_states_of_a_dead_one() -> None:
     clock = VirtualClock()
     service = _service(clock)
     service.register(Register(terms=terms("a")))
     service.register(Register(terms=terms("b", rollout="r1")))
     _enter(service, "a", TRAINING)
     service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
-    for _ in range(4):
-        granted = service.enter(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.2"))
-        assert isinstance(granted, Granted)
+    again = Enter(job=JobId("a"), kind=ROLLOUT, holder="a.2")
+    for _ in range(3):
+        assert isinstance(service.enter(again), Waiting)
         assert isinstance(_enter(service, "b", TRAINING), Waiting)
         _pass_time(service, clock, 3.0)
-        service.leave(Leave(job=JobId("a"), epoch=granted.epoch))
-    _pass_time(service, clock, 1.0)
+    _pass_time(service, clock, 2.0)
+    assert isinstance(service.enter(again), Granted)
     assert isinstance(_enter(service, "b", TRAINING), Granted)
 
 
@@ -153,14 +153,19 @@ def test_a_process_that_counts_as_gone_hears_so_once_it_calls_again() -> None:
     assert isinstance(_enter(service, "c", TRAINING), Granted)
 
 
-def test_a_process_that_another_of_its_job_has_followed_has_to_unload() -> None:
+def test_a_process_that_another_of_its_job_follows_has_to_unload_all_before_that_begins() -> None:
     service = _service(VirtualClock())
     service.register(Register(terms=terms("a")))
-    for epoch, process in enumerate(("a.1", "a.2"), 1):
-        kind = ROLLOUT if epoch == 1 else TRAINING
-        service.enter(Enter(job=JobId("a"), kind=kind, holder=process))
+    for epoch, kind in enumerate((ROLLOUT, TRAINING), 1):
+        service.enter(Enter(job=JobId("a"), kind=kind, holder="a.1"))
         service.leave(Leave(job=JobId("a"), epoch=Epoch(epoch), stays_loaded=True))
-    assert isinstance(service.call(Unloaded(job=JobId("a"), holder="a.1")), Ended)
+    again = Enter(job=JobId("a"), kind=ROLLOUT, holder="a.2")
+    assert isinstance(service.enter(again), Waiting)
+    asked = service.call(Unloaded(job=JobId("a"), holder="a.1"))
+    assert asked == Accepted(unload=nodes("r0 t0"))
+    for node, reply in (("r0", Waiting), ("t0", Granted)):
+        service.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes(node)))
+        assert isinstance(service.enter(again), reply)
     assert service.call(Unloaded(job=JobId("a"), holder="a.2")) == Accepted()
 
 
@@ -201,6 +206,29 @@ def test_a_state_unloaded_before_a_restart_hides_none_that_came_after_it(tmp_pat
     assert reply == Accepted(unload=nodes("r0"))
     service.call(Unloaded(job=JobId("b"), holder="b.1", nodes=nodes("r0")))
     assert isinstance(_enter(service, "c"), Granted)
+
+
+def test_a_restart_knows_no_state_that_was_unloaded_under_the_job_s_later_phase(
+    tmp_path: Path,
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job, rollout="r0" if job == "a" else "r1")))
+    _enter(service, "b", TRAINING)
+    service.leave(Leave(job=JobId("b"), epoch=Epoch(1), stays_loaded=True))
+    _enter(service, "a", TRAINING)
+    _enter(service, "b", ROLLOUT)
+    service.call(Unloaded(job=JobId("b"), holder="b.1", nodes=nodes("t0")))
+    granted = _enter(service, "a", TRAINING)
+    assert isinstance(granted, Granted)
+    service.leave(Leave(job=JobId("a"), epoch=granted.epoch, stays_loaded=True))
+    service.close()
+    service = _service(clock, path)
+    held = service.policy.permit(JobId("b"))
+    assert held is not None
+    service.leave(Leave(job=JobId("b"), epoch=held.epoch))
+    assert isinstance(_enter(service, "b", TRAINING), Waiting), "a's state is there"
 
 
 def test_repeating_a_call_changes_nothing() -> None:

@@ -17,7 +17,7 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import (
     Leave,
 )
-from scheduler.rollmux.permits.leased_tail import EnginePermissions
+from scheduler.rollmux.permits.leased_tail import EngineSwitches
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
@@ -62,10 +62,10 @@ def test_a_tail_may_leave_for_leases_where_the_control_allows_and_the_job_asks(
 def test_a_rollout_leases_only_where_the_control_allows_it(allowed: bool) -> None:
     gateway: Any = FakeGateway()
     with EmbeddedControl(cluster=cluster(harvesting=allowed)) as control:
-        phases = PhaseClient(control, submission("a"), harvesting=gateway)
+        phases = PhaseClient(control, submission("a"), gateway=gateway)
         phases.end(phases.begin(ROLLOUT))
     assert gateway.told[0] == (
-        BOTH if allowed else EnginePermissions(dedicated=True, harvesting=False)
+        BOTH if allowed else EngineSwitches(dedicated=True, harvesting=False)
     )
 
 

@@ -323,6 +323,35 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     assert control.runs("a", TRAINING) == names("t1")
 
 
+def _wide_loses_a_node() -> Control:
+    """Job a rolls out on r0 and r1, of which r1 fails; b waits for r0."""
+    control = Control(cluster("r0 r1", "t0 t1"))
+    control.submit(submission("a", rollout_nodes=2, slo=3.0), submission("b", slo=3.0))
+    assert (control.at("a")[0], control.at("b")[0]) == (names("r0 r1"), names("r0"))
+    control.runs("a")
+    assert isinstance(control.enter("b"), Waiting)
+    control.service.call(_failed("r1"))
+    return control
+
+
+def test_a_job_that_loses_a_node_keeps_others_off_its_living_ones_until_it_has_stopped() -> None:
+    control = _wide_loses_a_node()
+    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
+    assert isinstance(control.enter("b"), Waiting)
+    stopped = Unloaded(job=JobId("a"), holder="a.1", nodes=names("r0 r1"))
+    control.service.call(stopped)
+    assert control.runs("b") == names("r0")
+
+
+def test_a_job_that_died_with_its_node_keeps_its_other_nodes_for_one_lease() -> None:
+    control = _wide_loses_a_node()
+    for _ in range(2):
+        control.pass_time(4.0)
+        assert isinstance(control.enter("b"), Waiting)
+    control.pass_time(8.0)
+    assert control.runs("b") == names("r0")
+
+
 def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a"))

@@ -252,6 +252,27 @@ def test_a_silent_job_is_explained_as_silent(opens: Opens) -> None:
     ]
 
 
+def test_a_queued_job_that_falls_silent_is_closed_in_the_journal_and_the_next_is_placed(
+    opens: Opens,
+) -> None:
+    control = opens(cluster("r0", "t0", gone_s=300.0))
+    jobs = [submission(name, slo=1.01) for name in ("a", "ghost", "next")]
+    control.submit(*jobs)
+    for _ in range(3):
+        control.pass_time(1.0)
+        control.submit(*jobs)
+    for _ in range(8):
+        control.enter("a")
+        control.pass_time(60.0, beats="a")
+        control.leave("a")
+        control.submit(jobs[2])
+    found = _explained(control, "ghost")
+    assert _told(found, EventKind.CLOSED) == ["closed: it was silent for too long"]
+    assert found.entries[-1].kind is EventKind.CLOSED
+    control.service.call(Forget(job=JobId("a")))
+    assert _told(_explained(control, "next"), EventKind.PLACED)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_job_that_gave_up_its_wait_is_closed_and_listed_when_it_comes_again(
     opens: Opens, tmp_path: Path, restarts: bool

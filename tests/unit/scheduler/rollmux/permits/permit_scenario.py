@@ -13,6 +13,7 @@ from scheduler.rollmux.permits.events import (
     Recall,
     Register,
     TimeElapsed,
+    Unloaded,
     Withdraw,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -67,6 +68,12 @@ class Group:
     def end(self, job: str, *, epoch: int | None = None, failed: str = "") -> Any:
         at = Epoch(epoch or self.epoch(job))
         return self._observe(Leave(job=JobId(job), epoch=at, failed=failed))
+
+    def stopped(self, job: str) -> Any:
+        """The process reports that its states are off all accelerators."""
+        permit = self.policy.permit(JobId(job))
+        assert permit is not None
+        return self._observe(Unloaded(job=permit.job, holder=permit.loaded_by, nodes=permit.loaded))
 
     def pass_time(self, seconds: float) -> Any:
         self.now += seconds

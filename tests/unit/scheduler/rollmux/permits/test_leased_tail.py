@@ -12,7 +12,7 @@ from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
     STARVED_S,
-    EnginePermissions,
+    EngineSwitches,
     LeasedTail,
     NarrowPermit,
     RecallTail,
@@ -21,9 +21,9 @@ from scheduler.rollmux.permits.leased_tail import (
     TailState,
 )
 
-BOTH = EnginePermissions(dedicated=True, harvesting=True)
-LEASES_ALONE = EnginePermissions(dedicated=False, harvesting=True)
-NEITHER = EnginePermissions(dedicated=False, harvesting=False)
+BOTH = EngineSwitches(dedicated=True, harvesting=True)
+LEASES_ALONE = EngineSwitches(dedicated=False, harvesting=True)
+NEITHER = EngineSwitches(dedicated=False, harvesting=False)
 ASKED = TailSample(stage=PermitStage.NARROWING, may_leave=True, guest_serves=True)
 LEFT = TailSample(stage=PermitStage.TAILING, guest_serves=True, engines_off=True)
 UNSERVED = TailSample(stage=PermitStage.TAILING, engines_off=True)
@@ -75,7 +75,7 @@ def test_a_tail_stays_without_guest_leases_or_waiting_jobs() -> None:
         assert (scene.tail.state, scene.tail.switches) == (TailState.HOME, BOTH)
     scene = Scene(leases=False)
     scene.see(ASKED)
-    assert scene.tail.switches == EnginePermissions(dedicated=True, harvesting=False)
+    assert scene.tail.switches == EngineSwitches(dedicated=True, harvesting=False)
 
 
 def test_a_tail_whose_gateway_confirms_nothing_stays_on_its_engines() -> None:

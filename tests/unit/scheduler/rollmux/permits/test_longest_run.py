@@ -28,6 +28,7 @@ def _rollout(group: Group, *, lasts_s: float) -> PermitEndReason:
         group.ask("b")
         endings = of(EndPermit, group.pass_time(1.0))
         ended = next((one.ended for one in endings if one.job == "a"), None)
+    group.stopped("a")
     if ended is None:
         group.end("a")
         group.ask("a", TRAINING)

@@ -211,6 +211,22 @@ def test_a_long_tail_makes_room_for_one_that_lost_its_lease() -> None:
     assert of(NarrowPhase, group.recall("a", Recall.IN_LINE))[0].job == "b"
 
 
+def test_a_tail_that_keeps_a_part_of_a_node_stays_a_tail() -> None:
+    """As a whole phase it could leave its state on the part, where the next job starts."""
+    a = terms("a", rollout="r0 r1", tail_ratio=0.5, accelerators=4)
+    group = Group(a, terms("b", rollout="r0 r1", accelerators=4, least_accelerators=1))
+    group.ask("a")
+    group.ask("b")
+    group.beat("a", 0.6)
+    assert granted(group.narrowed("a")) == ["b"]
+    group.end("b")
+    for how in Recall:
+        assert group.recall("a", how) == ()
+    permit = group.policy.permit(JobId("a"))
+    assert permit is not None
+    assert permit.stage is PermitStage.TAILING
+
+
 def test_a_phase_that_has_left_nothing_recalls_nothing() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
@@ -295,7 +311,8 @@ def test_an_overrun_is_warned_of_and_revoked_only_when_a_job_waits() -> None:
     assert revoked.grace_s == 3.0
     effects = group.pass_time(3.0)
     assert of(EndPermit, effects)[0].ended is PermitEndReason.OVERRAN
-    assert granted(effects) == ["b"]
+    assert granted(effects) == []
+    assert granted(group.stopped("a")) == ["b"]
 
 
 def test_a_phase_that_ends_within_the_grace_has_not_failed() -> None:

@@ -1,4 +1,4 @@
-"""A job's gateway, as its phases use it: the engines allowed to the job, and guests that serve it.
+"""A job's gateway, as its phases use it: the job's two switches there, and guests that serve it.
 
 Calls block, and each may be repeated. Switches expire unless they are renewed: a process that dies
 leaves nothing behind.
@@ -19,7 +19,7 @@ from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
 from harvester.platform.blocking_peer import BlockingPeer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
-from scheduler.rollmux.permits.leased_tail import EnginePermissions
+from scheduler.rollmux.permits.leased_tail import EngineSwitches
 
 ANSWER_S: Final = 2.0
 ACTIVATE_S: Final = 150.0
@@ -30,11 +30,11 @@ _SERVING: Final = "serving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harvesting:
-    """A job's participation: the gateway of its turns, and the token for it."""
+class GatewayAccess:
+    """Where a job's gateway is, and how to call it."""
 
-    gateway: str
-    """URL of the gateway, `https://` off loopback."""
+    url: str
+    """`https://` off loopback."""
     token_file: Path | None = None
     """Holds the tenant's bearer token, where the gateway asks for one."""
     ca_file: Path | None = None
@@ -44,13 +44,13 @@ class Harvesting:
     key_file: Path | None = None
     """Its private key."""
 
-    def of(self, job: JobId) -> "SwitchClient":
+    def of(self, job: JobId) -> "JobGateway":
         """The job's gateway. Raises ConfigError for an invalid URL or credential file."""
-        files = {name: value for name, value in asdict(self).items() if name != "gateway"}
+        files = {name: value for name, value in asdict(self).items() if name != "url"}
         try:
-            return SwitchClient(self.gateway, job, Credentials(**files))
+            return JobGateway(self.url, job, Credentials(**files))
         except (ConfigError, ValidationError) as error:
-            raise ConfigError(f"gateway {self.gateway}: {error}") from error
+            raise ConfigError(f"gateway {self.url}: {error}") from error
 
 
 class GatewayView(GatewayFleet, frozen=True):
@@ -73,7 +73,7 @@ class GatewayView(GatewayFleet, frozen=True):
         return {kind: tokens[kind] for kind in EngineKind if kind in tokens}
 
 
-class SwitchClient:
+class JobGateway:
     """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
     def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -89,9 +89,9 @@ class SwitchClient:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def switch_off(self) -> None:
-        """Allows no engines and leases before the first permit. Raises ConfigError on refusal."""
+        """Both switches are off before the first permit. Raises ConfigError on refusal."""
         try:
-            self.switch(EnginePermissions(dedicated=False, harvesting=False), for_s=0.0)
+            self.switch(EngineSwitches(dedicated=False, harvesting=False), for_s=0.0)
         except PeerProtocolError as error:
             raise ConfigError(f"job {self.job}: {error}") from error
         except (Exhausted, Stale) as error:
@@ -101,7 +101,7 @@ class SwitchClient:
         """The engines serve this job on return. Raises Stale while it has published nothing."""
         self._post("activate", None, timeout_s=ACTIVATE_S)
 
-    def switch(self, switches: EnginePermissions, *, for_s: float) -> None:
+    def switch(self, switches: EngineSwitches, *, for_s: float) -> None:
         """Sets switches for `for_s`. Dedicated engines first: another job gets them soon."""
         for name, on in switches._asdict().items():
             body = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
