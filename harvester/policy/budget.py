@@ -52,9 +52,9 @@ RESUME_RATIO = 0.5
 """A burn stop ends below this share of the rate that caused it."""
 
 
-_UNPROVEN_SLICES = 20
-"""Slices without a withheld request, after which nothing is known in production's favour. In a
-slot's first half hour, in which a quarter is withheld, chance leaves so many with 0.3 %."""
+_UNPROVEN_WITHHELD = 6.0
+"""Withheld slices that chance should have brought, by their chances, after which none with a
+request is no chance: it leaves out so many with 0.25 %."""
 _SLICES = "slices", "withheld_slices"
 _KEPT = *COUNTS, *_SLICES
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
@@ -238,18 +238,18 @@ class ErrorBudget:
             return 0.0
         rate = served.misses / served.requests
         if self._proven:
-            names = "granted", "withheld", "slices"
-            granted, withheld, slices = self.state.minutes.newest(
-                names, baseline_minutes or minutes
-            )
-            # Minutes without a lease have slices too.
-            leased = sum([n for one, n in zip(granted, slices, strict=True) if one])
-            if not any(withheld) and leased < _UNPROVEN_SLICES:
-                return 0.0
-            rate = sum(
-                self._rate_over(names, minutes, baseline_minutes or minutes)
-                for names in (_REQUESTS, _BEATS)
-            )
+            ring, baseline = self.state.minutes, baseline_minutes or minutes
+            if not any(ring.newest(("withheld",), baseline)[0]):
+                # Slices of two minutes leave every fifth hour without a withheld one.
+                baseline = _MINUTES
+                granted, withheld, due = ring.newest(
+                    ("granted", "withheld", "withheld_slices"), baseline
+                )
+                # Minutes without a lease have slices too.
+                missing = sum([n for one, n in zip(granted, due, strict=True) if one])
+                if not any(withheld) and missing < _UNPROVEN_WITHHELD:
+                    return 0.0
+            rate = sum(self._rate_over(names, minutes, baseline) for names in (_REQUESTS, _BEATS))
         return rate / (1 - settings.slo_target_ratio)
 
     def _rate_over(self, names: Sequence[str], minutes: int, baseline_minutes: int) -> float:

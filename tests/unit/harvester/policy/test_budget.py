@@ -17,6 +17,7 @@ def serve(budget: ErrorBudget, *, start_s: float, minutes: int, requests: float,
         budget.observe(
             Served(requests=requests, misses=misses, granted=requests, granted_misses=misses),
             now=start_s + 60.0 * minute,
+            withheld_share=0.25,
         )
         for minute in range(minutes)
     ]
@@ -203,26 +204,42 @@ def test_every_miss_counts_where_nothing_was_withheld_for_hours() -> None:
     assert unproven.spent == 3
 
 
-@pytest.mark.parametrize(("slice_s", "minutes"), [(2.0, 1), (60.0, 20)])
-def test_a_burn_counts_every_miss_after_twenty_slices_without_a_control(
-    slice_s: float, minutes: int
+@pytest.mark.parametrize(
+    ("slice_s", "share", "minutes"), [(2.0, 0.25, 1), (60.0, 0.25, 24), (60.0, 0.05, 120)]
+)
+def test_a_burn_counts_every_miss_where_no_control_is_no_chance(
+    slice_s: float, share: float, minutes: int
 ) -> None:
     """A busy service has thousands of requests, and misses of its own, before chance withholds the
-    first slice."""
+    first slice; six withheld ones are due by then."""
     budget = ErrorBudget(BudgetSettings())
     late = Served(requests=30_000, granted=30_000, granted_misses=3000)
-    stopped = [budget.observe(late, now=60.0 * at, slice_s=slice_s) for at in range(minutes + 2)]
+    stopped = [
+        budget.observe(late, now=60.0 * at, slice_s=slice_s, withheld_share=share)
+        for at in range(minutes + 2)
+    ]
     assert not any(stopped[: minutes - 1])
     assert stopped[-1]
 
 
-def test_slices_of_an_hour_without_a_lease_are_no_control() -> None:
+def test_an_hour_without_a_control_is_judged_by_the_hours_before_it() -> None:
+    """Slices of two minutes, one of twenty withheld, leave every fifth hour without one."""
     budget = ErrorBudget(BudgetSettings())
+    late = Served(requests=1000, granted=1000, granted_misses=230)
+    control = Served(requests=1000, withheld=1000, withheld_misses=230)
+    for at in range(300):
+        served = control if at % 60 == 30 and at < 200 else late
+        stopped = budget.observe(served, now=60.0 * at, slice_s=120.0, withheld_share=0.05)
+        assert not stopped, at
+
+
+def test_slices_of_an_hour_without_a_lease_are_no_control() -> None:
+    budget, rare = ErrorBudget(BudgetSettings()), {"slice_s": 30.0, "withheld_share": 0.25}
     for at in range(60):
-        budget.observe(Served(requests=30_000, misses=0), now=60.0 * at, slice_s=30.0)
+        budget.observe(Served(requests=30_000, misses=0), now=60.0 * at, **rare)
     late = Served(requests=30_000, granted=30_000, granted_misses=3000)
-    stopped = [budget.observe(late, now=60.0 * at, slice_s=30.0) for at in range(60, 75)]
-    assert not any(stopped[:9])
+    stopped = [budget.observe(late, now=60.0 * at, **rare) for at in range(60, 75)]
+    assert not any(stopped[:11])
     assert stopped[-1]
 
 
