@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harvester.cli.plain_text import plain
 from harvester.config_file import read_agent_config
 from harvester.contracts.audit import AuditEvent, audit_files, read_audit
 from harvester.contracts.clock import wall_time_utc
@@ -24,7 +25,6 @@ _CONFIG_SUFFIXES = (".yaml", ".yml")
 _PIPE_COLUMNS = 400
 ROWS_MAX = 1000
 """A row takes 1 ms and 10 KB, and an audit may have a million events."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def audit(
@@ -129,7 +129,7 @@ def row_console() -> Console:
 
 def printable(text: str) -> Text:
     """Text of another process for a terminal: no markup, and no control character."""
-    return Text(_CONTROL.sub(" ", text))
+    return Text(plain(text))
 
 
 def _what(event: AuditEvent) -> str:

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from harvester.cli.plain_text import plain
 from harvester.contracts.errors import ConfigError, NotYet, RoseMuxError, Unsupported
 from harvester.distribution import needing, rosemux_version
 
@@ -217,8 +218,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(error: RoseMuxError, code: int) -> None:
-    from harvester.cli.audit_command import printable  # heavy for `--help`
-
-    # The words may be a server's, and shall neither command the terminal nor add a line.
-    print(f"rosemux: {printable(str(error))}", file=sys.stderr)
+    print(f"rosemux: {plain(str(error))}", file=sys.stderr)
     sys.exit(code)

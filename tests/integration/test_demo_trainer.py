@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from examples.grpo.environment import KEY_DIGITS, Line
 from examples.grpo.vocabulary import STOP_ID, digit_of
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient
 
@@ -209,5 +209,5 @@ async def test_a_client_does_not_repeat_a_bad_request(
     playing, url = gateway
     playing.refuse_first = {400}
     async with AsyncRolloutClient(url, "job", retries=QUICK) as client:
-        with pytest.raises(PeerProtocolError, match=r"400: .*not now"):
+        with pytest.raises(ConfigError, match=r"400: .*not now"):
             await client.generate(PROMPT, SAMPLING, weight_version=1)

@@ -12,8 +12,13 @@ from coserve.law.lending import lending
 from coserve.law.phantom import quantiles_of
 from coserve.law.step_time import StepTimeModel
 from harvester.config_file import load_agent_config
+from harvester.contracts.isolation import (
+    IDLE_GROUP_PREEMPTION_S,
+    PREEMPTION_S,
+    IsolationBackend,
+)
 from harvester.contracts.page import Grant, GrantMode, Law, Lending, ProductionModel, Pulse, Reading
-from harvester.policy.settings import SlotSettings
+from harvester.policy.settings import AUTO, SlotSettings
 
 MakeGrant = Callable[..., Grant]
 
@@ -65,14 +70,15 @@ def test_the_shipped_settings_lend_on_every_backend(
 ) -> None:
     (slot,) = load_agent_config(file, environment={}).slots
     policy: SlotSettings = slot.policy
-    assert policy.epsilon == 0.05, "the promise of docs/slo.md"
+    assert (policy.epsilon, policy.preemption_s) == (0.05, AUTO), "the promise of docs/slo.md"
+    grouped = isolation.backend is IsolationBackend.IDLE_GROUP
     grant = make_grant(
         ttft_slo_s=policy.ttft_slo_s,
         itl_slo_s=policy.itl_slo_s,
         epsilon=policy.epsilon,
         step_tokens_cap=policy.step_tokens_max,
         phantom_prompt_tokens=policy.phantom_prompt_tokens,
-        preemption_s=policy.preemption_s,
+        preemption_s=IDLE_GROUP_PREEMPTION_S if grouped else PREEMPTION_S,
         blocking_ratio=isolation.blocking_ratio,
         production=production,
     )
