@@ -57,6 +57,12 @@ class Refusing(http.client.HTTPConnection):
     def getresponse(self) -> "Refusing":  # type: ignore[override]
         return self
 
+    def __enter__(self) -> "Refusing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def read(self, most_bytes: int) -> bytes:
         assert isinstance(self.outcome, bytes)
         return self.outcome[:most_bytes]
