@@ -154,7 +154,7 @@ def test_a_slot_of_which_a_fixed_field_changed_is_opened_anew(
     node: NodeAgent, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a slow machine a beat is due meanwhile, and these slots have no production to be leased.
-    monkeypatch.setattr(node, "_beat_if_due", lambda: None)
+    monkeypatch.setattr(node.slots, "_beat_if_due", lambda: None)
     granted, other = lease(node, "slot0"), lease(node, "slot1")
     slots = (config.slots[0].model_copy(update={"service": "chat"}), config.slots[1])
     done = node.reconfigure(config.model_copy(update={"slots": slots}))
