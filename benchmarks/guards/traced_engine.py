@@ -8,7 +8,6 @@ Reads no clock.
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
@@ -21,6 +20,8 @@ _OUTPUT_RATIO = 0.1
 """Outputs are cut to a tenth: decoding would else be nearly all of a step's work."""
 _SEEN = 32
 """Latencies of a kind in one pulse."""
+_PAUSE_S = 1.0
+"""Between the trace's last request and its first one again."""
 _SPEED_STEPS = 25
 _ATTAINED_RATIO = 0.998
 _BUSY_RATIO = 0.66
@@ -88,11 +89,9 @@ class TracedEngine:
     _rounds: int = 0
     _waiting: deque[_Request] = field(default_factory=deque)
     _running: list[_Request] = field(default_factory=list)
-    PAUSE_S: ClassVar[float] = 1.0
-    """Between the trace's last request and its first one again."""
 
     def __post_init__(self) -> None:
-        self._length_s = self.trace.duration_s / self.speed_ratio + self.PAUSE_S
+        self._length_s = self.trace.duration_s / self.speed_ratio + _PAUSE_S
         self._next = int(
             np.searchsorted(self.trace.t_s, (self.offset_s % self._length_s) * self.speed_ratio)
         )

@@ -10,9 +10,9 @@ import re
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
@@ -55,7 +55,7 @@ class _Rule(msgspec.Struct, rename="camel"):
     name: str
     type: str
     health: str = "unknown"
-    last_evaluation: datetime | None = None
+    last_evaluation: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     labels: dict[str, str] = {}
     alerts: list[_Alert] = []
 
@@ -91,7 +91,7 @@ def read_rules(body: bytes, date: str = "") -> AlertsReading:
     sick = {rule.name for rule in rules if rule.health != "ok"}
     if date:
         # Where evaluation stands still, its last result goes on with the health of then.
-        answered = parsedate_to_datetime(date)
+        answered = parsedate_to_datetime(date).replace(tzinfo=UTC)  # HTTP has no other zone.
         sick |= {
             rule.name for group in groups for rule in group.rules if _late(rule, group, answered)
         }

@@ -84,14 +84,14 @@ class RiseLimit(msgspec.Struct, kw_only=True):
 
     ratio: float = 1.0
 
-    def at(self, *, slice_s: float, suspected: bool) -> float:
-        """The limit for a slice that has ended."""
-        self.ratio = max(1.0, self.ratio * _RISE_STRICTER ** (-slice_s / _RISE_EVERY_S))
+    def at(self, *, suspected: bool) -> float:
+        """The limit in force, while a rise is `suspected` or none."""
         return max(1.0, self.ratio / _RISE_STRICTER) if suspected else self.ratio
 
-    def suspect(self) -> None:
-        """A rise was found while none was suspected."""
-        self.ratio *= _RISE_STRICTER
+    def observe(self, *, risen: bool, slice_s: float) -> None:
+        """A slice has passed; `risen` if it showed a rise while none was suspected."""
+        relaxed = self.ratio * _RISE_STRICTER ** (-slice_s / _RISE_EVERY_S)
+        self.ratio = max(1.0, relaxed) * (_RISE_STRICTER if risen else 1.0)
 
 
 class Rise(msgspec.Struct, kw_only=True):

@@ -175,13 +175,13 @@ class Proof:
             state.requests = kept * state.requests + done.ttft.n
             state.requests_s = kept * state.requests_s + (1 - 2 * EDGE_RATIO) * done.length_s
             suspected = self._suspicion > SUSPICION
-            rise_limit = state.rise_limit.at(slice_s=done.length_s, suspected=suspected)
+            rise_limit = state.rise_limit.at(suspected=suspected)
             rises = [
                 evidence.add(done, samples, allowed=self._allowed, rise_limit=rise_limit)
                 for evidence, samples in ((state.ttft, done.ttft), (state.itl, done.itl))
             ]
-            if any(rises) and not suspected:
-                state.rise_limit.suspect()
+            risen = any(rises) and not suspected
+            state.rise_limit.observe(risen=risen, slice_s=done.length_s)
 
     def _begin(self, now: float) -> Slice:
         state, settings = self.state, self._settings

@@ -89,7 +89,14 @@ class ShardCopy:
         for span in sorted(spans):
             chunks.want(span)
         missing = [*iter(lambda: chunks.claim(self._piece_bytes), None)]
-        self._read(missing, self._read_checked)
+        try:
+            self._read(missing, self._read_checked)
+        except BaseException:
+            for run in missing:
+                chunks.lost(run)
+            raise
+        for run in missing:
+            chunks.arrived(run)
         self.bytes_read += sum(span.size_bytes for span in missing)
 
     def _read(self, spans: Iterable[ByteSpan], read: Callable[[ByteSpan], None]) -> None:

@@ -70,13 +70,15 @@ def test_a_rise_of_the_median_is_suspected_once() -> None:
 
 def test_each_suspicion_makes_the_next_rise_harder_to_believe_and_time_easier() -> None:
     limit, hour_s = RiseLimit(), 3600.0
-    assert limit.at(slice_s=2.0, suspected=False) == 1.0
-    limit.suspect()
-    raised = limit.at(slice_s=2.0, suspected=False)
-    assert raised == pytest.approx(1.5, rel=1e-3)
-    assert limit.at(slice_s=2.0, suspected=True) == 1.0, "the tests that rise next rise as easily"
-    assert 1.0 < limit.at(slice_s=6 * hour_s, suspected=False) < raised
-    assert limit.at(slice_s=24 * hour_s, suspected=False) == 1.0
+    assert limit.at(suspected=False) == 1.0
+    limit.observe(risen=True, slice_s=2.0)
+    raised = limit.at(suspected=False)
+    assert raised == pytest.approx(1.5)
+    assert limit.at(suspected=True) == 1.0, "the tests that rise next rise as easily"
+    limit.observe(risen=False, slice_s=6 * hour_s)
+    assert 1.0 < limit.at(suspected=False) < raised
+    limit.observe(risen=False, slice_s=24 * hour_s)
+    assert limit.at(suspected=False) == 1.0
 
 
 def test_more_requests_above_the_threshold_are_suspected() -> None:
