@@ -205,14 +205,19 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
         share: float,
         slice_s: float,
         rise_limit: float,
+        newcomer: bool,
     ) -> bool:
-        """Whether the slice shows a rise."""
+        """Whether the slice shows a rise. `newcomer`: the guest may have done harm ever since its
+        first grant, so that its past is no measure."""
         rate = (self.past.above + 1.0) / (self.past.requests + _PRIOR_REQUESTS)
         for (rise, ratio), wealth in zip(THRESHOLD_BETS, self.wealths, strict=True):
             high = min(_MOST_RATE, max(_LEAST_RATE, rise * rate))
             low = high / ratio
             log_odds = above * math.log(low / high)
             log_odds += (requests - above) * math.log((1 - low) / (1 - high))
+            if rise > 1.0 and not newcomer and self.newer_rate < math.sqrt(low * high):
+                # Beside the guest nothing has risen: that withheld slices are quiet says nothing.
+                log_odds, wealth.newest = 0.0, 1.0
             wealth.bet(log_odds / self.dispersion, withheld=withheld, share=share, slice_s=slice_s)
         risen = False
         if not withheld and self.past.above > _DISPERSION_EVENTS:
@@ -220,7 +225,9 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
             spread = (above - expected) ** 2 / expected
             self.dispersion += _DISPERSION_GAIN * (min(spread, 25.0) - self.dispersion)
             self.dispersion = max(1.0, self.dispersion)
+        if not withheld:
             self.newer_rate += _NEWER_GAIN * (above / requests - self.newer_rate)
+        if not withheld and self.past.above > _DISPERSION_EVENTS:
             log_odds = (above * math.log(2.0) - requests * rate) / self.dispersion
             if risen := self.rise.found(log_odds, limit=rise_limit * _RISE_LOG_ODDS):
                 for wealth in self.wealths:

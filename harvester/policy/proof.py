@@ -177,7 +177,13 @@ class Proof:
             suspected = self._suspicion > SUSPICION
             rise_limit = state.rise_limit.at(suspected=suspected)
             rises = [
-                evidence.add(done, samples, allowed=self._allowed, rise_limit=rise_limit)
+                evidence.add(
+                    done,
+                    samples,
+                    allowed=self._allowed,
+                    rise_limit=rise_limit,
+                    newcomer=self._newcomer,
+                )
                 for evidence, samples in ((state.ttft, done.ttft), (state.itl, done.itl))
             ]
             risen = any(rises) and not suspected
@@ -209,6 +215,10 @@ class Proof:
         )
 
     @property
+    def _newcomer(self) -> bool:
+        return self.state.judged_s < self._settings.proving_s
+
+    @property
     def _suspicion(self) -> float:
         """Worth of the newest bet, at most, of all tests."""
         wealths = *self.state.ttft.wealths, *self.state.itl.wealths
@@ -219,10 +229,9 @@ class Proof:
         settings = self._settings
         if not settings.share_ratio:
             return 0.0
-        newcomer = self.state.judged_s < settings.proving_s
-        if self._suspicion > (SUSPICION_OF_NEWCOMER if newcomer else SUSPICION):
+        if self._suspicion > (SUSPICION_OF_NEWCOMER if self._newcomer else SUSPICION):
             return max(0.5, settings.share_ratio)
-        if newcomer:
+        if self._newcomer:
             return max(settings.proving_share_ratio, settings.share_ratio)
         return settings.share_ratio
 

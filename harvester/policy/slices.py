@@ -145,7 +145,15 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
         """The P99 without harm if the allowed harm happens; 0 while unknown."""
         return p99(self.recent_s) / allowed if len(self.recent_s) >= _TAIL_LEAST else 0.0
 
-    def add(self, done: Slice, samples: SliceSamples, *, allowed: float, rise_limit: float) -> bool:
+    def add(
+        self,
+        done: Slice,
+        samples: SliceSamples,
+        *,
+        allowed: float,
+        rise_limit: float,
+        newcomer: bool,
+    ) -> bool:
         """Fold in a slice that has ended. Whether it shows a rise of the latencies."""
         if not samples.n:
             return False
@@ -174,6 +182,7 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
                     share=done.share,
                     slice_s=done.length_s,
                     rise_limit=rise_limit,
+                    newcomer=newcomer,
                 )
         kept = math.exp(-done.length_s / _IMPACT_MEMORY_S)
         total = self.withheld if done.withheld else self.granted

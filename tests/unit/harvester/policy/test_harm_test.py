@@ -81,31 +81,70 @@ def test_each_suspicion_makes_the_next_rise_harder_to_believe_and_time_easier() 
     assert limit.at(suspected=False) == 1.0
 
 
+def serve(
+    test: ThresholdTest, *, above: float, withheld: bool = False, newcomer: bool = False
+) -> None:
+    """One slice of thirty requests."""
+    test.observe(
+        requests=30,
+        above=above,
+        withheld=withheld,
+        share=0.05,
+        slice_s=6.0,
+        rise_limit=1.0,
+        newcomer=newcomer,
+    )
+
+
+def suspected(test: ThresholdTest) -> bool:
+    return any(wealth.newest > SUSPICION for wealth in test.wealths)
+
+
+def used_to_one_in_a_hundred() -> ThresholdTest:
+    test = ThresholdTest()
+    for number in range(900):
+        serve(test, above=float(number % 3 == 0))
+    return test
+
+
+def test_quiet_withheld_slices_alone_raise_no_suspicion() -> None:
+    test = used_to_one_in_a_hundred()
+    for _ in range(3):
+        serve(test, above=0.0, withheld=True)
+    assert not suspected(test)
+
+
+def test_quiet_withheld_slices_raise_a_suspicion_of_a_newcomer() -> None:
+    test = used_to_one_in_a_hundred()
+    for _ in range(3):
+        serve(test, above=0.0, withheld=True, newcomer=True)
+    assert suspected(test)
+
+
+def test_quiet_withheld_slices_between_slower_ones_raise_a_suspicion() -> None:
+    test = used_to_one_in_a_hundred()
+    for _ in range(3):
+        test.rise.sum = 0.0  # The rise by itself is not what is tested here.
+        serve(test, above=6.0)
+    assert not suspected(test)
+    for _ in range(3):
+        serve(test, above=0.0, withheld=True)
+    assert suspected(test)
+
+
 def test_more_requests_above_the_threshold_are_suspected() -> None:
     test = ThresholdTest()
     for number in range(1000):
-        above = float(number % 20 == 0)
-        test.observe(
-            requests=30, above=above, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
-        )
+        serve(test, above=float(number % 20 == 0))
     assert all(wealth.newest < SUSPICION for wealth in test.wealths)
     for _ in range(30):
-        test.observe(
-            requests=30, above=1.0, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
-        )
+        serve(test, above=1.0)
     assert all(wealth.newest > SUSPICION for wealth in test.wealths)
 
 
 def test_lasting_harm_is_no_dispersion() -> None:
     rng, test = random.Random(2), ThresholdTest()
-
-    def serve(rate: float, slices: int) -> None:
+    for rate, slices in ((0.001, 1000), (0.01, 300)):
         for _ in range(slices):
-            above = float(sum(rng.random() < rate for _ in range(30)))
-            test.observe(
-                requests=30, above=above, withheld=False, share=0.05, slice_s=6.0, rise_limit=1.0
-            )
-
-    serve(0.001, 1000)
-    serve(0.01, 300)
+            serve(test, above=float(sum(rng.random() < rate for _ in range(30))))
     assert test.dispersion < 2.0
