@@ -31,6 +31,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
+from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -809,3 +810,17 @@ def test_a_call_that_is_repeated_is_no_beat(stage: Stage) -> None:
     for _ in range(50):
         stage.node.release(lease.lease)
     assert len(list(read_journal(stage.journal))) == before + 1
+
+
+def test_a_flood_of_orders_is_in_force_and_fills_no_journal(stage: Stage) -> None:
+    stage.harvest()
+    before = len(list(read_journal(stage.journal)))
+    flood = StopRequest(order=StopOrder.HOLD, tenant="other", reason="flood")
+    for _ in range(100):
+        assert stage.node.order(flood).in_force is not None
+        stage.node.order(msgspec.structs.replace(flood, order=StopOrder.NONE))
+    drained = stage.node.order(StopRequest(order=StopOrder.DRAIN, reason="mine"))
+    assert drained.reached == ("slot0 (t/j)",)
+    assert len(list(read_journal(stage.journal))) < before + 120
+    stage.beats()
+    assert stage.node.leases.live(SLOT) is None
