@@ -166,10 +166,10 @@ class AgentProcess:
             node.slots.open_more()
         complete = self._slots_file.in_force and not node.slots.unopened
         node.metrics.gauge("slots_file_in_force").set(complete)
-        if self._found is not None and self._found.discovered:
-            node.slots_file_age_s = self._slots_file.age_s(wall_s=wall_seconds())
-        else:
-            node.slots_file_age_s = 0.0
+        # A discovery that never wrote one is silent too: a reboot empties /run.
+        silent = self._found is None or self._found.discovered
+        age_s = self._slots_file.age_s(now=self._clock.now(), wall_s=wall_seconds())
+        node.slots_file_age_s = age_s if silent else 0.0
         node.metrics.gauge("slots_file_age_seconds").set(node.slots_file_age_s)
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:

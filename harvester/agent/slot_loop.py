@@ -21,7 +21,7 @@ from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.page import (
     Grant,
@@ -408,12 +408,12 @@ def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
 
 def _reserve(page: KeptPage[Grant]) -> None:
     """Hold the grant page's writer lock: two agents on one page would undo each other's closing.
-    Raises ConfigError if another agent holds it.
+    Raises NotYet while another agent holds it.
     """
     try:
         page.reserve()
     except PageHeld as error:
-        raise ConfigError(
+        raise NotYet(
             f"another agent runs on pages {page.path.parent}: {error}; stop it first"
         ) from error
 

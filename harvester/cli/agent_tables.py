@@ -33,6 +33,8 @@ def agent_tables(offers: SlotOffers) -> Iterator[Table]:
 
 def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     """Whatever is too long for a row, and must not be cut."""
+    if not offers.slots:
+        yield f"Node {offers.node} has no open slot"
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} lends {offer.lending.summary}"

@@ -1,7 +1,8 @@
 """The command tree and what becomes of an error: one clear line on stderr and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 75 right settings and a
-machine that lacks what they name (an address, a user, a file: it may come), 130 interrupted.
+machine that lacks what they name (an address, a user, a file: it may come) or on which another
+process still has it, 130 interrupted.
 """
 
 import importlib

@@ -126,10 +126,8 @@ def _print_order(request: StopRequest, reply: StopReply | ClusterStopReply, what
     if reply.reached:
         typer.echo(printable(f"reaches: {', '.join(reply.reached)}"))
     elif reply.reached is not None:
-        tenant = (
-            f" of tenant {request.tenant}: `rosemux status` has the names" if request.tenant else ""
-        )
-        typer.echo(printable(f"reaches no {what}{tenant}"))
+        hint = f" of tenant {request.tenant}: `rosemux status` has the names"
+        typer.echo(printable(f"reaches no {what}{hint if request.tenant else ''}"))
 
 
 def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:

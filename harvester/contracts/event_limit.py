@@ -31,11 +31,6 @@ class EventLimit:
         self.left -= 1.0
         return True
 
-    @property
-    def wait_s(self) -> float:
-        """Time from the last question until an event is admitted; 0 where one is now."""
-        return max(0.0, 1.0 - self.left) / self.per_s
-
     def taken(self) -> int:
         """`omitted`, counted from 0 again."""
         omitted, self.omitted = self.omitted, 0

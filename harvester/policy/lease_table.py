@@ -35,11 +35,11 @@ HOLD_S = 120.0
 """A lease under an order to hold is renewed for so long. Nearly all turns end where they run in
 this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
-_pace = partial(EventLimit, burst=60.0, per_s=1 / 30)
+_PACE_S = 30.0
+_pace = partial(EventLimit, burst=60.0, per_s=1 / _PACE_S)
 """New leases of a slot. Each is a few lines of the audit and the journal, two beats and a file: a
 caller that takes and releases all day would drive the events of weeks out of the audit. A gateway
 keeps a lease for half a minute after its last turn, and so needs no more."""
-_TOO_OFTEN = "leased too often: every 30 s from now on; the agent's audit has the holders"
 _MOST_STEP = 1 << 32
 """A scheduler counts its allotments one by one, from the number that the slot reports, or from its
 own after a restart of the agent. A caller who skips more would leave no numbers for later ones."""
@@ -160,8 +160,8 @@ class LeaseTable:
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
         if not entry.pace.admits(now=now):
-            wait_s = entry.pace.wait_s
-            return self._refused(request, _TOO_OFTEN, retry_after_s=wait_s)
+            often = "leased too often, so every 30 s now: the agent's audit names the holders"
+            return self._refused(request, often, retry_after_s=_PACE_S)
         self._raise_epoch(entry)
         lease = SlotLease(
             lease=LeaseId(f"{request.slot[:20]}.{entry.epoch}.{secret}"),

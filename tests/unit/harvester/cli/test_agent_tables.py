@@ -85,6 +85,12 @@ def test_a_wide_terminal_and_a_pipe_cut_nothing() -> None:
     assert printed(9, 1000) == wide
 
 
+def test_a_node_without_slots_is_a_sentence() -> None:
+    assert list(agent_sentences(SlotOffers(node=NodeId("node-a"), slots=()))) == [
+        "Node node-a has no open slot"
+    ]
+
+
 def test_long_texts_are_sentences() -> None:
     found = list(agent_sentences(offers(9)))
     assert found[0].startswith(f"Slot {'slot0' * 9} lends ")

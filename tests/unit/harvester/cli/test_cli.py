@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from deploy.check_expressions import DEPLOY
 from harvester.agent.guest_lock import GuestLock
+from harvester.agent.state_lock import lock_state
 from harvester.cli import main
 from harvester.cli.agent_tables import agent_tables
 from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
@@ -417,6 +419,22 @@ def test_a_supervisor_tries_again_what_a_machine_that_starts_may_lack(
     for unit in (DEPLOY / "systemd").glob("*.service"):
         held = re.findall(r"(?m)^RestartPreventExitStatus=(.*)$", unit.read_text())
         assert held == [str(EXIT_SETTINGS)]
+
+
+@pytest.mark.parametrize("held", ["state", "pages"])
+def test_a_supervisor_tries_again_while_the_agent_before_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], held: str
+) -> None:
+    file = tmp_path / "agent.yaml"
+    folders = f"page_root: {tmp_path / 'pages'}\nstate_dir: {tmp_path / 'state'}\n"
+    file.write_text(f"{folders}http: {{port: 0}}\nslots: [{{name: slot0}}]\n")
+    if held == "state":
+        with closing(lock_state(tmp_path / "state")):
+            assert exit_code(["agent", "--config", str(file)]) == EXIT_NOT_YET
+    else:
+        with closing(PageDirectory.create(tmp_path / "pages" / "slot0").grant_writer()):
+            assert exit_code(["agent", "--config", str(file)]) == EXIT_NOT_YET
+    assert f"process {os.getpid()}" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -274,7 +274,7 @@ def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
 def test_a_caller_that_takes_and_releases_all_day_gets_a_bounded_number_of_leases(
     leases: LeaseTable,
 ) -> None:
-    day_s, waits_s, taken, now = 86_400.0, [0.0], 0, 0.0
+    day_s, refused, taken, now = 86_400.0, 0, 0, 0.0
     while now < day_s:
         answer = take(leases, request(f"r{taken}.{now}"), now=now)
         if isinstance(answer, LeaseGranted):
@@ -283,12 +283,11 @@ def test_a_caller_that_takes_and_releases_all_day_gets_a_bounded_number_of_lease
             now += 0.01
         else:
             assert "too often" in answer.reason
-            waits_s.append(answer.retry_after_s)
+            refused += 1
             now += answer.retry_after_s + 0.001
     assert 60 + day_s / 31 < taken <= 61 + day_s / 30
-    # Who waits as it is told is granted the next time.
-    assert len(waits_s) <= taken
-    assert max(waits_s) == pytest.approx(30.0, abs=0.1)
+    # A caller that waits as it is told is granted the next time.
+    assert refused <= taken
     leases.add_slot(SlotId("slot1"), epoch=Epoch(0))
     leases.offer(SlotId("slot1"), SlotState.OFFERED)
     granted(take(leases, request("other", slot=SlotId("slot1")), now=now))
