@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
@@ -192,7 +192,7 @@ class AgentProcess:
         if done.restart_needed:
             _log.error("fields that need a restart of the agent: %s", _joined(done.restart_needed))
 
-    def _probe(self, slots: Collection[Slot]) -> None:
+    def _probe(self, slots: Iterable[Slot]) -> None:
         """Run the probes of these slots, and no others."""
         for slot in self._probes.keys() - {*slots}:
             for task in self._probes.pop(slot):

@@ -50,7 +50,7 @@ from harvester.policy.effects import (
 )
 from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
-from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
+from harvester.policy.sample import SCRAPED_PULSE, GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -117,7 +117,8 @@ class Slot:
         shared = _shared(slot, directory.owners)
         self.sensor = SlotSensor(
             directory,
-            pulses=slot.pulses,
+            # A scrape that never succeeded is missing, too: such a slot is never opened.
+            pulses=slot.pulses if slot.metrics_url is None else (*slot.pulses, SCRAPED_PULSE),
             memory=shared,
             mps=self._mps,
         )

@@ -594,6 +594,23 @@ def test_says_which_slots_are_silent(stage: Stage) -> None:
     assert stage.node.silent_slots() == []
 
 
+def test_a_scrape_that_never_succeeded_is_missing_whatever_else_production_says(
+    tmp_path: Path,
+) -> None:
+    scraped = {"name": SLOT, "metrics_url": "http://127.0.0.1:9/metrics"}
+    stage = Stage(tmp_path, slots=[scraped])
+    stage.production()
+    stage.guest()
+    stage.beats(3)
+    refused = stage.ask("r1")
+    assert isinstance(refused, LeaseRefused)
+    assert "pulse.metrics.0 missing: `metrics_url` gives none" in refused.reason
+    age_s = stage.metric("harvester_signal_age_seconds", slot=SLOT, source="pulse.metrics.0")
+    assert age_s == math.inf
+    assert stage.node.silent_slots() == [(SLOT, "pulse.metrics.0 is missing")]
+    stage.node.close()
+
+
 def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -> None:
     stage.production()
     stage.switch.write_text("drain\n")
