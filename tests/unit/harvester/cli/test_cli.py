@@ -464,7 +464,7 @@ def hidden(tmp_path: Path) -> Iterator[Path]:
     (pages / "slot0").chmod(0o755)
 
 
-def test_a_user_who_may_not_read_is_told_so_and_not_that_nothing_is_there(
+def test_a_file_that_its_reader_may_not_see_is_named_and_not_taken_for_absent(
     hidden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
