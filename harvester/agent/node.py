@@ -216,11 +216,11 @@ class NodeAgent:
         flood of calls, which would fill the journal with beats. `who` is the caller, for the audit.
         Raises as `StopRegistry.order`, and Exhausted."""
         now = self.clock.now()
-        leases = [slot.live_lease for slot in self.slots if request.slot in ("", slot.name)]
+        leases = filter(None, (slot.live_lease for slot in self.slots))
         reached = tuple(
             f"{lease.slot} ({lease.tenant}/{lease.job})"
             for lease in leases
-            if lease is not None and request.tenant in ("", lease.tenant)
+            if request.slot in ("", lease.slot) and request.tenant in ("", lease.tenant)
         )
         reply = self.stops.order(request, now=now)
         lifts = request.order is StopOrder.NONE
