@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
@@ -166,10 +166,10 @@ class AgentProcess:
             node.slots.open_more()
         complete = self._slots_file.in_force and not node.slots.unopened
         node.metrics.gauge("slots_file_in_force").set(complete)
-        if self._found is not None and self._found.discovered:
-            node.slots_file_age_s = self._slots_file.age_s(wall_s=wall_seconds())
-        else:
-            node.slots_file_age_s = 0.0
+        # A discovery that never wrote one is silent too: a reboot empties /run.
+        silent = self._found is None or self._found.discovered
+        age_s = self._slots_file.age_s(now=self._clock.now(), wall_s=wall_seconds())
+        node.slots_file_age_s = age_s if silent else 0.0
         node.metrics.gauge("slots_file_age_seconds").set(node.slots_file_age_s)
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
@@ -192,7 +192,7 @@ class AgentProcess:
         if done.restart_needed:
             _log.error("fields that need a restart of the agent: %s", _joined(done.restart_needed))
 
-    def _probe(self, slots: Collection[Slot]) -> None:
+    def _probe(self, slots: Iterable[Slot]) -> None:
         """Run the probes of these slots, and no others."""
         for slot in self._probes.keys() - {*slots}:
             for task in self._probes.pop(slot):

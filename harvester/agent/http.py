@@ -90,6 +90,7 @@ class Routes:
             unopened=self._node.slots.unopened,
             config_refused="; ".join(self._node.refused.values()),
             slots_file_age_s=self._node.slots_file_age_s,
+            audit_fault=self._node.audit.fault,
         )
 
     @Route("GET /v1/stops", "Orders to stop that are in force")

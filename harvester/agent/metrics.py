@@ -100,7 +100,7 @@ config_last_reload_successful{}: 0 after a reload that was refused, or that a re
 slots_file_in_force{}: 0 while the slots file cannot be used, or a slot cannot be opened: what
     was in force before stays.
 slots_file_age_seconds{}: Time since `rosemux discover` last looked and wrote the slots file, as it
-    does once a minute; 0 without a file of it.
+    does once a minute, or since the configured file is absent; 0 for a file of another tool.
 config_restart_needed{}: Fields of the configuration file that are in force only after a restart.
 unsafe_experiments{}: 1 where settings may go beyond the ranges that protect production.
 """) | {certificate_expiry.NAME: (certificate_expiry.LABELS, certificate_expiry.HELP)}

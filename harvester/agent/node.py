@@ -22,6 +22,7 @@ from harvester.agent.stop_orders import StopRegistry
 from harvester.config import AgentConfig
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import LeaseId, NodeId
 from harvester.contracts.wire.leases import (
     LeaseEnded,
@@ -86,6 +87,8 @@ class NodeAgent:
         """Why a reload was refused, by its origin, until one is taken over."""
         self.slots_file_age_s = 0.0
         self._audit_missing = 0
+        self._early_beats = EventLimit(per_s=1.0)
+        """For orders to stop."""
         try:
             self.slots.open_all()
         except Exception:
@@ -209,15 +212,23 @@ class NodeAgent:
         }
 
     def order(self, request: StopRequest, *, who: str = "") -> StopReply:
-        """Place or lift an order; it is in force when this returns. `who` is the caller, for the
-        audit. Raises as `StopRegistry.order`, and Exhausted."""
+        """Place or lift an order; it is in force when this returns, or at the next beat after a
+        flood of calls, which would fill the journal with beats. `who` is the caller, for the audit.
+        Raises as `StopRegistry.order`, and Exhausted."""
         now = self.clock.now()
+        leases = filter(None, (slot.live_lease for slot in self.slots))
+        reached = tuple(
+            f"{lease.slot} ({lease.tenant}/{lease.job})"
+            for lease in leases
+            if request.slot in ("", lease.slot) and request.tenant in ("", lease.tenant)
+        )
         reply = self.stops.order(request, now=now)
         lifts = request.order is StopOrder.NONE
         caller = ", ".join(filter(None, (request.by if lifts else "", who)))
         self._stop_audit.observe(self.stops.refresh(now=now), caller=caller, now=now)
-        self.beat()
-        return reply
+        if self._early_beats.admits(now=now):
+            self.beat()
+        return msgspec.structs.replace(reply, reached=reached)
 
     def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others.

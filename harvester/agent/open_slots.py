@@ -51,12 +51,6 @@ class OpenSlots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
-    def __contains__(self, slot: object) -> bool:
-        return slot in self._slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
 

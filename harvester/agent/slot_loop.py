@@ -21,7 +21,7 @@ from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.page import (
     Grant,
@@ -50,7 +50,7 @@ from harvester.policy.effects import (
 )
 from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
-from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
+from harvester.policy.sample import SCRAPED_PULSE, GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -117,7 +117,8 @@ class Slot:
         shared = _shared(slot, directory.owners)
         self.sensor = SlotSensor(
             directory,
-            pulses=slot.pulses,
+            # A scrape that never succeeded is missing, too: such a slot is never opened.
+            pulses=slot.pulses if slot.metrics_url is None else (*slot.pulses, SCRAPED_PULSE),
             memory=shared,
             mps=self._mps,
         )
@@ -408,12 +409,12 @@ def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
 
 def _reserve(page: KeptPage[Grant]) -> None:
     """Hold the grant page's writer lock: two agents on one page would undo each other's closing.
-    Raises ConfigError if another agent holds it.
+    Raises NotYet while another agent holds it.
     """
     try:
         page.reserve()
     except PageHeld as error:
-        raise ConfigError(
+        raise NotYet(
             f"another agent runs on pages {page.path.parent}: {error}; stop it first"
         ) from error
 

@@ -16,11 +16,14 @@ class SlotsWatch:
         """Whether the file as it is now could be used."""
         self._seen: tuple[int, int, int] | str | None = _UNSEEN
         self._retry_at_s = 0.0
+        self._absent_at_s: float | None = None
         self._fault = ""
 
-    def age_s(self, *, wall_s: float) -> float:
-        """Since the file as it was seen last was written; 0 without one."""
-        return max(0.0, wall_s - self._seen[1] * 1e-9) if isinstance(self._seen, tuple) else 0.0
+    def age_s(self, *, now: float, wall_s: float) -> float:
+        """Since the file as it was seen last was written, or since it was seen to be absent."""
+        if isinstance(self._seen, tuple):
+            return max(0.0, wall_s - self._seen[1] * 1e-9)
+        return 0.0 if self._absent_at_s is None else now - self._absent_at_s
 
     def due(self, *, now: float) -> bool:
         """Whether to read the file now; `taken` or `failed` follows."""
@@ -29,6 +32,8 @@ class SlotsWatch:
         state = state_of(self.path)
         if state == self._seen and (self.in_force or now < self._retry_at_s):
             return False
+        if state != self._seen:
+            self._absent_at_s = now if state is None else None
         # Before it is read: a file that changes meanwhile is read again.
         self._seen, self._retry_at_s = state, now + _RETRY_S
         return True

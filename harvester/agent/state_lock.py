@@ -4,7 +4,7 @@ records, whatever pages each of them has."""
 from contextlib import suppress
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted, NotYet
 from harvester.contracts.journal import DISK_FAULTS
 from harvester.platform.file_lock import FileLock
 
@@ -12,7 +12,8 @@ STATE_LOCK = ".lock"
 
 
 def lock_state(state_dir: Path) -> FileLock:
-    """Never waits. Raises ConfigError, and Exhausted where the disk takes no file now."""
+    """Never waits. Raises ConfigError, NotYet while another agent has it, and Exhausted where the
+    disk takes no file now."""
     path = state_dir / STATE_LOCK
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -27,7 +28,7 @@ def lock_state(state_dir: Path) -> FileLock:
         raise kind(
             f"cannot lock state_dir at {path}: {error.strerror}; it must be this user's"
         ) from error
-    raise ConfigError(
+    raise NotYet(
         f"state_dir {state_dir} is in use by process {lock.holder()}: stop the agent that runs "
         "with it, or give each agent a state_dir of its own"
     )

@@ -149,8 +149,6 @@ class StopRegistry:
         in_force = self._table.place(stop)
         if self._table.stops != before:
             self._save(now)
-        if in_force.order is not stop.order:
-            _log.warning("a stronger order stays in force: %s", _shown(stop))
         return StopReply(in_force=in_force, recorded=not self._unsaved)
 
     def _lift(self, request: StopRequest, source: StopSource, now: float) -> StopReply:

@@ -33,20 +33,22 @@ def agent_tables(offers: SlotOffers) -> Iterator[Table]:
 
 def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     """Whatever is too long for a row, and must not be cut."""
+    if not offers.slots:
+        yield f"Node {offers.node} has no open slot"
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} lends {offer.lending.summary}"
         if offer.reason and offer.reason != _fault(offer):
             yield f"Slot {offer.slot}: {offer.reason}"
     for stop in offers.stops:
-        scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
+        scope = stop.slot or (f"tenant {stop.tenant}" if stop.tenant else "node")
         yield f"Stopped, {scope}: {stop.text}"
     yield from agent_faults(offers)
     yield from slot_faults(offers)
 
 
 def agent_faults(offers: SlotOffers) -> Iterator[str]:
-    """Parts of the configuration that are not in force."""
+    """Faults of the agent as a whole: what is not in force, and what is not recorded."""
     for name, reason in offers.unopened.items():
         yield f"Slot {name} is not open: {reason}"
     if offers.config_refused:
@@ -54,6 +56,8 @@ def agent_faults(offers: SlotOffers) -> Iterator[str]:
     if offers.slots_file_age_s >= _SILENT_DISCOVERY_S:
         age = f"{offers.slots_file_age_s:.0f} s"
         yield f"Discovery has been silent for {age}: slots stay as they were"
+    if offers.audit_fault:
+        yield f"The audit cannot be written, the agent's log has its events: {offers.audit_fault}"
     if offers.restart_needed:
         yield f"The agent needs a restart for {', '.join(offers.restart_needed)}"
 

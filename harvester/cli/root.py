@@ -1,7 +1,8 @@
 """The command tree and what becomes of an error: one clear line on stderr and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 75 right settings and a
-machine that lacks what they name (an address, a user, a file: it may come), 130 interrupted.
+machine that lacks what they name (an address, a user, a file: it may come) or on which another
+process still has it, 130 interrupted.
 """
 
 import importlib
@@ -38,6 +39,8 @@ class LazyCommand:
     """Part of the repository only: no wheel has it."""
     extra: str = ""
     """Extra of the distribution that has what the command imports beside the dependencies."""
+    reads_files: bool = False
+    """Only reads what agents and engines left on this machine, which not every user may."""
 
 
 COMMANDS: dict[str, LazyCommand] = {
@@ -93,6 +96,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "status": LazyCommand(
         target="harvester.cli.status:status",
+        reads_files=True,
         summary="Show the slots of this machine, an agent's and a gateway's engines and jobs.",
     ),
     "top": LazyCommand(
@@ -101,6 +105,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "audit": LazyCommand(
         target="harvester.cli.audit_command:audit",
+        reads_files=True,
         summary="Print leases with holders and end reasons, and changes with authors.",
     ),
     "schema": LazyCommand(
@@ -118,6 +123,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "replay": LazyCommand(
         target="scheduler.sim.simulate_commands:replay",
+        reads_files=True,
         summary="Feed a recorded journal to its policy again and report the first difference.",
     ),
     "plan": LazyCommand(
@@ -153,6 +159,11 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except PermissionError as error:
+            if not COMMANDS[self.called].reads_files:
+                raise
+            why = f"cannot read {error.filename}: {error.strerror}"
+            raise ConfigError(f"{why}; run it as root or as the agent's user") from error
         except ModuleNotFoundError:  # commands import what is heavy when they run
             with needing(COMMANDS[self.called].extra, subject=f"rosemux {self.called}"):
                 raise

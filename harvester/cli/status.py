@@ -61,7 +61,13 @@ def status(
     ] = False,
 ) -> None:
     console, faults = row_console(), list[str]()
-    directories = _slot_directories(pages)
+    try:
+        directories = _slot_directories(pages)
+    except PermissionError as error:
+        if agent_url is None and gateway_url is None:
+            raise
+        directories = []
+        console.print(printable(f"Pages are not shown: {error.filename}: {error.strerror}"))
     if not directories and agent_url is None and gateway_url is None:
         raise ConfigError(
             f"no pages under {pages}: start `rosemux agent`, or give --pages or --gateway"
@@ -91,9 +97,9 @@ def status(
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:
-    if (pages / PageName.GRANT).exists():
-        return [PageDirectory(pages)]
-    return [PageDirectory(path.parent) for path in sorted(pages.glob(f"*/{PageName.GRANT}"))]
+    """Raises PermissionError where this user may not look: no page is another matter."""
+    found = [pages, *sorted(path for path in pages.glob("*") if path.is_dir())]
+    return [PageDirectory(path) for path in found if (path / PageName.GRANT).exists()]
 
 
 def _page_table(directories: list[PageDirectory]) -> Table:

@@ -110,25 +110,31 @@ def _order(
         return
     path = "/v1/stops"
     reply = call(agent, path, StopReply, credentials, option="--agent", body=request)
-    _print_order(reply)
+    _print_order(request, reply, "lease in force")
     if request.order is StopOrder.NONE:
         typer.echo("`rosemux status --agent` lists orders of other scopes, if there are any")
     if not reply.recorded:
         raise Exhausted("order in force, but a restart of the agent forgets it: see its log")
 
 
-def _print_order(reply: StopReply | ClusterStopReply) -> None:
-    if reply.in_force is not None:
-        typer.echo(printable(f"in force: {reply.in_force.text}"))
-    else:
+def _print_order(request: StopRequest, reply: StopReply | ClusterStopReply, what: str) -> None:
+    """`what` is a thing that the order reaches."""
+    if reply.in_force is None:
         typer.echo("resumed" if reply.lifted else "nothing was stopped in this scope by command")
+        return
+    typer.echo(printable(f"in force: {reply.in_force.text}"))
+    if reply.reached:
+        typer.echo(printable(f"reaches: {', '.join(reply.reached)}"))
+    elif reply.reached is not None:
+        hint = f" of tenant {request.tenant}: `rosemux status` has the names"
+        typer.echo(printable(f"reaches no {what}{hint if request.tenant else ''}"))
 
 
 def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:
     """Raises Exhausted if an agent is not known to obey."""
     path = "/v1/stops"
     reply = call(gateway, path, ClusterStopReply, credentials, option="--gateway", body=request)
-    _print_order(reply)
+    _print_order(request, reply, "job")
     for name, fault in reply.agents.items():
         typer.echo(printable(f"  {name}: {fault or 'obeys'}"))
     if missing := [name for name, fault in reply.agents.items() if fault]:

@@ -47,13 +47,14 @@ class ConfigError(RoseMuxError):
 
 
 class NotYet(ConfigError):  # noqa: N818 - named for the state, not for a fault
-    """An address, a user or a mounted file that the settings name is not here; it may come."""
+    """An address, a user or a file that the settings name is not here, or is another process's,
+    which may hang in the kernel after it was killed: it may come."""
 
 
 def config_error_of(error: Exception) -> type[ConfigError]:
-    """Error class for a failed system call: NotYet if its file or address is absent."""
-    absent = getattr(error, "errno", None) in (errno.ENOENT, errno.EADDRNOTAVAIL)
-    return NotYet if absent else ConfigError
+    """Error class for a failed system call: NotYet if its file or address is absent or taken."""
+    waits_for = (errno.ENOENT, errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+    return NotYet if getattr(error, "errno", None) in waits_for else ConfigError
 
 
 class Exhausted(RoseMuxError):  # noqa: N818

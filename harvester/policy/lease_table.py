@@ -7,12 +7,14 @@ restarted agent goes on with exactly the recorded leases.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
@@ -33,6 +35,11 @@ HOLD_S = 120.0
 """A lease under an order to hold is renewed for so long. Nearly all turns end where they run in
 this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
+_PACE_S = 30.0
+_pace = partial(EventLimit, burst=60.0, per_s=1 / _PACE_S)
+"""New leases of a slot. Each is a few lines of the audit and the journal, two beats and a file: a
+caller that takes and releases all day would drive the events of weeks out of the audit. A gateway
+keeps a lease for half a minute after its last turn, and so needs no more."""
 _MOST_STEP = 1 << 32
 """A scheduler counts its allotments one by one, from the number that the slot reports, or from its
 own after a restart of the agent. A caller who skips more would leave no numbers for later ones."""
@@ -73,6 +80,7 @@ class SlotEntry:
     stopped_at_s: float = 0.0
     number: int = 0
     """Highest number of an allotment that was received."""
+    pace: EventLimit = field(default_factory=_pace)
 
 
 class LeaseTable:
@@ -151,6 +159,9 @@ class LeaseTable:
             return self._refused(request, stop)
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
+        if not entry.pace.admits(now=now):
+            often = "leased too often, so every 30 s now: the agent's audit names the holders"
+            return self._refused(request, often, retry_after_s=_PACE_S)
         self._raise_epoch(entry)
         lease = SlotLease(
             lease=LeaseId(f"{request.slot[:20]}.{entry.epoch}.{secret}"),
@@ -173,6 +184,7 @@ class LeaseTable:
         if found is not None:
             entry, held = found
             entry.lease = None
+            entry.pace.left += 1.0
             self._raise_epoch(entry)
             self._answered.pop(held.request_id, None)
         return LeaseRefused(slot=granted.slot, reason=reason, retry_after_s=_RETRY_S)
@@ -282,8 +294,10 @@ class LeaseTable:
                 return entry, entry.lease
         return None
 
-    def _refused(self, request: LeaseRequest, reason: str) -> LeaseRefused:
-        return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
+    def _refused(
+        self, request: LeaseRequest, reason: str, *, retry_after_s: float = _RETRY_S
+    ) -> LeaseRefused:
+        return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=retry_after_s)
 
 
 def _newer(entry: SlotEntry, allotment: Allotment) -> bool:

@@ -353,6 +353,8 @@ def _silence(readings: tuple[PulseReading, ...]) -> str:
     if fresh and expired - fresh:
         # An engine that was renamed leaves its page.
         faults += ": remove the page of an engine that is gone"
+    if SCRAPED_PULSE in [reading.name for reading in absent]:
+        faults += ": `metrics_url` gives none, and the agent's log says why"
     return faults
 
 

@@ -277,7 +277,9 @@ class Gateway:
     async def _stop(self, body: StopRequest) -> ClusterStopReply:
         reply = await self._scheduler.stops.order(body)
         self._scheduler.wake.set()
-        return reply
+        jobs = self._scheduler.registry.jobs.items()
+        reached = tuple(job for job, given in jobs if body.tenant in ("", given.tenant))
+        return msgspec.structs.replace(reply, reached=reached)
 
     @Route("GET /v1/status", "Engines, jobs, queue, leases and counters", callers=Callers.READERS)
     async def _status(self, tenant: str | None) -> GatewayStatus:

@@ -409,7 +409,8 @@ class LeaseModel:
             *("blocking", "_kv_level", "guest", "reclaim", "run", "node"),
             # Nothing of production happens here: what is counted of it stays empty.
             *("budget", "proof", "misses", "itl_misses", "served", "step_level", "kv_level"),
-            *("_news",),
+            # No exploration takes as many leases as are too many.
+            *("_news", "pace"),
         }
         moments = {
             *("ends_s", "expires_s", "kept_s", "called_s", "at_s", "_not_before_s", "_busy_at_s"),

@@ -341,7 +341,7 @@ def test_a_taken_port_is_one_clear_line(agent: Agent) -> None:
         timeout=10,
         check=False,
     )
-    assert done.returncode == 2
+    assert done.returncode == os.EX_TEMPFAIL
     assert done.stderr.splitlines()[-1] == (
         f"rosemux: cannot listen on 127.0.0.1:{port}: the port is taken; choose another with --port"
     )

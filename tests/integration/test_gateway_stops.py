@@ -128,7 +128,10 @@ async def test_a_hold_lets_turns_end_on_the_guest_and_sends_no_new_one(tmp_path:
 async def test_a_drain_moves_turns_at_once_and_loses_none(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (gateway, node, guest):
         turns = await busy(gateway, guest, 200)
-        await gateway.post("/v1/stops", {"order": "drain", **STOP})
+        _, typo = await gateway.post("/v1/stops", {"order": "drain", "tenant": "typo", **STOP})
+        _, whole = await gateway.post("/v1/stops", {"order": "drain", **STOP})
+        jobs = [*(await gateway.status())["jobs"]]
+        assert (typo["reached"], whole["reached"]) == ([], jobs)
         assert not node.leased, "the agent has ended it before the reply"
         await gateway.until(lambda: not guest.open)
         for status, choice in await asyncio.gather(*turns):

@@ -126,7 +126,10 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     config_refused: str = ""
     """Why the last reload was refused: the configuration before it goes on."""
     slots_file_age_s: float = 0.0
-    """Time since the discovery that keeps the slots file last looked; 0 without one."""
+    """Time since the discovery that keeps the slots file last looked, or since the configured file
+    is absent; 0 without one."""
+    audit_fault: str = ""
+    """Why audit events cannot be written; decisions go on."""
 
 
 class LeaseRequest(

@@ -128,6 +128,8 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a restarted agent would know it."""
     lifted: bool = True
     """False after an end for which this source had no order of this scope."""
+    reached: tuple[str, ...] | None = None
+    """Leases in force that it reaches, for people; None from an agent of before."""
 
 
 class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,3 +146,5 @@ class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a restarted gateway would know it."""
     lifted: bool = True
     """False after an end for which the gateway knew no order of the cluster."""
+    reached: tuple[str, ...] | None = None
+    """Jobs of the gateway that it reaches; None from a gateway of before."""

@@ -119,7 +119,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
             b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
             b'"forecasts":[],"unready":""}],'
-            b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0}'
+            b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0,'
+            b'"audit_fault":""}'
         ),
     ),
     (
@@ -159,7 +160,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"in_force":{"order":"drain","source":"cluster","slot":"","tenant":"t","by":"",'
             b'"reason":"","at":"2026","number":2},"recorded":true,'
-            b'"lifted":true}'
+            b'"lifted":true,"reached":null}'
         ),
     ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),

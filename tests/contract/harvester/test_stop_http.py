@@ -1,5 +1,6 @@
 """The agent's stops as an operator, a gateway and the commands see them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,8 +192,6 @@ async def test_a_token_in_two_files_only_observes(node: NodeAgent, tmp_path: Pat
 async def test_the_commands_stop_show_and_resume(
     node: NodeAgent, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import asyncio
-
     async def command(*words: str) -> tuple[int, str]:
         def run() -> int:
             with pytest.raises(SystemExit) as left:
@@ -213,9 +212,9 @@ async def test_the_commands_stop_show_and_resume(
         code, said = await command("status", *agent, "--pages", "/nowhere")
         flat = " ".join(said.split())
         assert "Stopped, slot0: hold (operator)" in flat
-        assert "Stopped, node t: drain (operator)" in flat
+        assert "Stopped, tenant t: drain (operator)" in flat
         code, said = await command("resume", *agent, "--slot", "slot0")
-        assert (code, "resumed" in said) == (0, True), said
+        assert (code, "resumed" in said, "reaches" in said) == (0, True, False), said
         code, said = await command("resume", *agent, "--slot", "slot0")
         assert (code, said.startswith("nothing was stopped")) == (0, True), said
         code, said = await command("resume", *agent, "--slot", "slot9")
@@ -227,3 +226,30 @@ async def test_the_commands_stop_show_and_resume(
         assert code == 2, said
     code, said = await command("hold", *agent, "--reason", "r")
     assert (code, "gives no answer" in said) == (1, True), said
+
+
+async def test_a_command_says_which_leases_its_order_reaches(
+    client: Any, node: NodeAgent, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    agent = ("--agent", str(client.make_url("/")), "--token-file", str(tmp_path / "operators"))
+
+    async def ordered(*words: str) -> str:
+        def run() -> None:
+            with pytest.raises(SystemExit, match="0"):
+                main([*words, *agent, "--reason", "leak"])
+
+        await asyncio.to_thread(run)
+        return capsys.readouterr().out
+
+    await client.post("/v1/leases", json=TAKE, headers=sends(GATEWAY))
+    said = await ordered("drain", "--tenant", "typo")
+    assert "reaches no lease in force of tenant typo: `rosemux status` has the names" in said
+    assert "reaches: slot0 (t/j)\n" in await ordered("hold", "--slot", "slot0")
+    assert "reaches: slot0 (t/j)\n" in await ordered("drain", "--tenant", "t")
+    assert "reaches no lease in force\n" in await ordered("drain")
+
+
+async def test_status_says_why_the_audit_cannot_be_written(client: Any, node: NodeAgent) -> None:
+    node.audit.fault = "No space left on device"
+    offers = await (await client.get("/v1/slots", headers=sends(OBSERVER))).json()
+    assert offers["audit_fault"] == "No space left on device"

@@ -31,6 +31,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
+from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -593,6 +594,23 @@ def test_says_which_slots_are_silent(stage: Stage) -> None:
     assert stage.node.silent_slots() == []
 
 
+def test_a_scrape_that_never_succeeded_is_missing_whatever_else_production_says(
+    tmp_path: Path,
+) -> None:
+    scraped = {"name": SLOT, "metrics_url": "http://127.0.0.1:9/metrics"}
+    stage = Stage(tmp_path, slots=[scraped])
+    stage.production()
+    stage.guest()
+    stage.beats(3)
+    refused = stage.ask("r1")
+    assert isinstance(refused, LeaseRefused)
+    assert "pulse.metrics.0 missing: `metrics_url` gives none" in refused.reason
+    age_s = stage.metric("harvester_signal_age_seconds", slot=SLOT, source="pulse.metrics.0")
+    assert age_s == math.inf
+    assert stage.node.silent_slots() == [(SLOT, "pulse.metrics.0 is missing")]
+    stage.node.close()
+
+
 def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -> None:
     stage.production()
     stage.switch.write_text("drain\n")
@@ -809,3 +827,17 @@ def test_a_call_that_is_repeated_is_no_beat(stage: Stage) -> None:
     for _ in range(50):
         stage.node.release(lease.lease)
     assert len(list(read_journal(stage.journal))) == before + 1
+
+
+def test_a_flood_of_orders_is_in_force_and_fills_no_journal(stage: Stage) -> None:
+    stage.harvest()
+    before = len(list(read_journal(stage.journal)))
+    flood = StopRequest(order=StopOrder.HOLD, tenant="other", reason="flood")
+    for _ in range(100):
+        assert stage.node.order(flood).in_force is not None
+        stage.node.order(msgspec.structs.replace(flood, order=StopOrder.NONE))
+    drained = stage.node.order(StopRequest(order=StopOrder.DRAIN, reason="mine"))
+    assert drained.reached == ("slot0 (t/j)",)
+    assert len(list(read_journal(stage.journal))) < before + 120
+    stage.beats()
+    assert stage.node.leases.live(SLOT) is None

@@ -489,6 +489,27 @@ def test_an_agent_knows_how_long_its_discovery_has_been_silent(
     assert age_s() == pytest.approx(400.0, abs=30.0)
 
 
+def test_a_slots_file_that_is_configured_and_absent_is_a_silent_discovery(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "slots.yaml", VirtualClock(now_s=1000.0)
+    monkeypatch.setattr(running.process, "_clock", clock)
+
+    def age_s() -> float:
+        clock.now_s += 400.0
+        running.beat()
+        return running.node.slots_file_age_s
+
+    assert age_s() == 0.0
+    assert [age_s(), age_s()] == [400.0, 800.0]
+    write(path, "a")
+    assert age_s() == 0.0
+    path.write_text(f"{DISCOVERED}: leave it\n{path.read_text()}")
+    assert age_s() == pytest.approx(0.0, abs=30.0)
+    path.unlink()
+    assert [age_s(), age_s()] == [0.0, 400.0]
+
+
 def test_a_slots_file_that_cannot_be_used_leaves_the_slots_as_they_were(
     running: Running, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def offers(scale: int) -> SlotOffers:
         unopened={"slot2": "page belongs to another user"},
         config_refused="agent.yaml: moed is no field",
         slots_file_age_s=400.0,
+        audit_fault="No space left on device",
     )
 
 
@@ -84,12 +85,19 @@ def test_a_wide_terminal_and_a_pipe_cut_nothing() -> None:
     assert printed(9, 1000) == wide
 
 
+def test_a_node_without_slots_is_a_sentence() -> None:
+    assert list(agent_sentences(SlotOffers(node=NodeId("node-a"), slots=()))) == [
+        "Node node-a has no open slot"
+    ]
+
+
 def test_long_texts_are_sentences() -> None:
     found = list(agent_sentences(offers(9)))
     assert found[0].startswith(f"Slot {'slot0' * 9} lends ")
     assert found[1] == f"Slot {'slot0' * 9}: " + "level_ttft is over its limit " * 9
-    assert found[-4] == "Slot slot2 is not open: page belongs to another user"
+    assert found[-5] == "Slot slot2 is not open: page belongs to another user"
     refused = "A reload was refused, the old configuration goes on: agent.yaml: moed is no field"
-    assert found[-3] == refused
-    assert found[-2] == "Discovery has been silent for 400 s: slots stay as they were"
+    assert found[-4] == refused
+    assert found[-3] == "Discovery has been silent for 400 s: slots stay as they were"
+    assert found[-2].endswith("the agent's log has its events: No space left on device")
     assert found[-1] == "The agent needs a restart for http.port"

@@ -1,7 +1,10 @@
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +17,7 @@ from rich.console import Console
 
 from deploy.check_expressions import DEPLOY
 from harvester.agent.guest_lock import GuestLock
+from harvester.agent.state_lock import lock_state
 from harvester.cli import main
 from harvester.cli.agent_tables import agent_tables
 from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
@@ -255,19 +259,24 @@ def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("slot_state", "refused", "unready", "code"),
+    ("slot_state", "unready", "faults", "code"),
     [
-        ("closed", "", "", 0),
-        ("off", "", "", 1),
-        ("closed", "line 3: no such field", "", 1),
-        ("cooldown", "", "pulse.production.0 is expired", 1),
+        ("closed", "", {}, 0),
+        ("off", "", {}, 1),
+        ("closed", "", {"config_refused": "line 3: no such field"}, 1),
+        ("closed", "", {"audit_fault": "No space left on device"}, 1),
+        ("cooldown", "pulse.production.0 is expired", {}, 1),
     ],
 )
 def test_a_checked_status_fails_where_something_needs_a_look(
-    monkeypatch: pytest.MonkeyPatch, slot_state: str, refused: str, unready: str, code: int
+    monkeypatch: pytest.MonkeyPatch,
+    slot_state: str,
+    unready: str,
+    faults: dict[str, str],
+    code: int,
 ) -> None:
     offer = _offer(reason="quarantined", mode="harvest", slot_state=slot_state, unready=unready)
-    offers = SlotOffers(node=NodeId("n"), slots=(offer,), config_refused=refused)
+    offers = SlotOffers(node=NodeId("n"), slots=(offer,), **faults)
     monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
     asked = ["status", "--pages", "/nonexistent", "--agent", "http://127.0.0.1:1"]
     assert exit_code(asked) == 0
@@ -410,3 +419,73 @@ def test_a_supervisor_tries_again_what_a_machine_that_starts_may_lack(
     for unit in (DEPLOY / "systemd").glob("*.service"):
         held = re.findall(r"(?m)^RestartPreventExitStatus=(.*)$", unit.read_text())
         assert held == [str(EXIT_SETTINGS)]
+
+
+@pytest.mark.parametrize("held", ["state", "pages"])
+def test_a_supervisor_tries_again_while_the_agent_before_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], held: str
+) -> None:
+    file = tmp_path / "agent.yaml"
+    folders = f"page_root: {tmp_path / 'pages'}\nstate_dir: {tmp_path / 'state'}\n"
+    file.write_text(f"{folders}http: {{port: 0}}\nslots: [{{name: slot0}}]\n")
+    if held == "state":
+        with closing(lock_state(tmp_path / "state")):
+            assert exit_code(["agent", "--config", str(file)]) == EXIT_NOT_YET
+    else:
+        with closing(PageDirectory.create(tmp_path / "pages" / "slot0").grant_writer()):
+            assert exit_code(["agent", "--config", str(file)]) == EXIT_NOT_YET
+    assert f"process {os.getpid()}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> Iterator[Path]:
+    """A slot's pages in a directory into which this user may not look."""
+    pages = tmp_path / "pages"
+    PageDirectory.create(pages / "slot0").grant_writer().write(
+        Grant(epoch=1, mode=GrantMode.CLOSED), now_ns=monotonic_ns(), ttl_ns=HOUR_NS
+    )
+    with socket.socket() as closed:  # Its imports are done before the user changes.
+        closed.bind(("127.0.0.1", 0))
+        asked = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert exit_code(["status", "--pages", str(pages), "--agent", asked]) == 1
+    for command in COMMANDS.values():
+        if command.reads_files:
+            load("", command)
+    (pages / "slot0").chmod(0)
+    tmp_path.chmod(0o755)
+    others = os.geteuid() == 0
+    if others:
+        for above in tmp_path.parents[:3]:
+            above.chmod(above.stat().st_mode | 0o011)
+        os.seteuid(65534)
+    yield pages
+    if others:
+        os.seteuid(0)
+    (pages / "slot0").chmod(0o755)
+
+
+def test_a_file_that_its_reader_may_not_see_is_named_and_not_taken_for_absent(
+    hidden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    within = hidden / "slot0"
+    for words in (
+        ["status", "--pages", str(hidden)],
+        ["audit", str(within / "audit.jsonl")],
+        ["replay", str(within / "slot0.journal")],
+    ):
+        assert exit_code(words) == EXIT_SETTINGS
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"rosemux: cannot read {within}/"), words
+        assert "Permission denied; run it as root or as the agent's user" in shown
+
+
+def test_an_agent_s_status_needs_no_right_to_its_pages(
+    hidden: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offers = SlotOffers(node=NodeId("n"), slots=(_offer(),))
+    monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
+    assert exit_code(["status", "--pages", str(hidden), "--agent", "http://127.0.0.1:1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Pages are not shown" in shown
+    assert "Node n" in shown

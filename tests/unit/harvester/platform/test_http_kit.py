@@ -23,6 +23,7 @@ from harvester.contracts.errors import (
     ConfigError,
     Corrupt,
     Exhausted,
+    NotYet,
     PeerProtocolError,
     RoseMuxError,
     Stale,
@@ -325,7 +326,7 @@ async def test_a_taken_port_is_a_clear_error_with_its_remedy() -> None:
         url = await listen(runner, "127.0.0.1", 0, remedy="")
         port = int(url.rpartition(":")[2])
         async with serving(web.Application()) as second:
-            with pytest.raises(ConfigError, match=f":{port}: the port is taken; take another"):
+            with pytest.raises(NotYet, match=f":{port}: the port is taken; take another"):
                 await listen(second, "127.0.0.1", port, remedy="take another")
 
 

@@ -271,6 +271,34 @@ def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
     assert again.lease != lease.lease
 
 
+def test_a_caller_that_takes_and_releases_all_day_gets_a_bounded_number_of_leases(
+    leases: LeaseTable,
+) -> None:
+    day_s, refused, taken, now = 86_400.0, 0, 0, 0.0
+    while now < day_s:
+        answer = take(leases, request(f"r{taken}.{now}"), now=now)
+        if isinstance(answer, LeaseGranted):
+            taken += 1
+            leases.release(answer.lease, now=now)
+            now += 0.01
+        else:
+            assert "too often" in answer.reason
+            refused += 1
+            now += answer.retry_after_s + 0.001
+    assert 60 + day_s / 31 < taken <= 61 + day_s / 30
+    # A caller that waits as it is told is granted the next time.
+    assert refused <= taken
+    leases.add_slot(SlotId("slot1"), epoch=Epoch(0))
+    leases.offer(SlotId("slot1"), SlotState.OFFERED)
+    granted(take(leases, request("other", slot=SlotId("slot1")), now=now))
+
+
+def test_a_lease_that_could_not_be_recorded_counts_as_none(leases: LeaseTable) -> None:
+    for number in range(200):
+        lease = granted(take(leases, request(f"r{number}"), now=0.0))
+        leases.withdraw(lease, "no record")
+
+
 def test_an_id_is_a_name_however_long_the_slots_is() -> None:
     leases = LeaseTable(node=NodeId("n" * 64), ttl_s=10.0)
     slot = SlotId("s" * 64)
