@@ -154,8 +154,8 @@ def _decode_without_neutral_fields(body: bytes) -> _Request:
     try:
         fields = _FIELDS.decode(body)
         request = _kept(fields, _Request, REFUSED_FIELDS, "")
-        if "sampling_params" in request:
-            given = _FIELDS.decode(request["sampling_params"])
+        if (raw := bytes(request.get("sampling_params", b""))).startswith(b"{"):
+            given = _FIELDS.decode(raw)
             sampling = _kept(given, _Sampling, REFUSED_SAMPLING_FIELDS, "sampling_params.")
             request["sampling_params"] = msgspec.Raw(msgspec.json.encode(sampling))
         if "weight_version" in request:
