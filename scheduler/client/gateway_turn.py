@@ -16,6 +16,7 @@ from scheduler.gateway.engines.engine_output import check_tokens
 from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
 from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
+from scheduler.gateway.requests import MAX_ID_CHARS
 
 _ANOTHER = -1
 
@@ -29,9 +30,8 @@ class GatewayTurn:
         self._known = 0
         """Tokens of the turn that the gateway has made or been given; `_ANOTHER`: its turn is
         another one."""
-        self._parts = 0
-        self._seen = 0
-        """Tokens of this reply."""
+        self._parts = self._seen = 0
+        """`_seen`: tokens of this reply."""
         self._open: tuple[Span, Attempt] | None = None
 
     @property
@@ -57,7 +57,7 @@ class GatewayTurn:
             self._parts += 1
             self._request = msgspec.structs.replace(
                 self._request,
-                request_id=f"{turn.request.request_id}.rest{self._parts}",
+                request_id=f"{turn.request.request_id}.rest{self._parts}"[-MAX_ID_CHARS:],
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
                 # The numerics of the tokens that are here, not of the rest's own first token.

@@ -18,6 +18,7 @@ from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.gateway.engines.stream import EngineChunk, EventStream, _Logprobs
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
+from scheduler.gateway.requests import decode_generate
 
 PROMPT = (7, 8, 9)
 
@@ -238,6 +239,19 @@ def test_a_turn_that_was_begun_anew_elsewhere_is_another_one_though_its_tokens_a
         fold(at_gateway, chunk([1, 2, 3], (0, 3, version), numerics=numerics))
     assert (turn.token_ids, spans_of(turn)) == ([1, 2], [(0, 2, 1)])
     assert at_gateway.request().token_ids == (*PROMPT, 1, 2)
+
+
+def test_the_rest_of_a_turn_with_the_longest_id_has_an_id_that_a_gateway_takes() -> None:
+    turn, _ = opened()
+    request = msgspec.structs.replace(turn.request, request_id="r" * 200)
+    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    at_gateway = GatewayTurn(turn, b"")
+    fold(at_gateway, chunk([1], (0, 1, 1)))
+    with pytest.raises(Interrupted):
+        fold(at_gateway, chunk([5], (0, 1, 2)))
+    at_gateway.request()
+    assert decode_generate(at_gateway.body).request_id.endswith(".rest1")
 
 
 def test_a_turn_that_moved_between_two_replies_is_the_same_one() -> None:
