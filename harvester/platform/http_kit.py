@@ -293,6 +293,12 @@ class _WithoutSentLines(logging.Filter):
 _log.addFilter(_WithoutSentLines())
 
 
+def raise_descriptor_limit() -> None:
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 @asynccontextmanager
 async def serving(
     app: web.Application,
@@ -308,9 +314,7 @@ async def serving(
     one, and by `connections` (`ConnectionLimit`) if given. No body is inflated, even where aiohttp
     drains that of a refused request: a request with a Content-Encoding is refused with 415.
     """
-    with suppress(OSError, ValueError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     if connections is not None:
         app[_LIMIT] = ConnectionLimit(connections)
     app.middlewares.insert(0, _refuse_encoded)

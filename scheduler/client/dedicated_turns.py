@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -46,21 +46,15 @@ class _Adopted:
     vocabulary_tokens: float
 
 
+@dataclass(slots=True)
 class DedicatedTurns:
-    def __init__(
-        self,
-        gateway: GatewayConnection,
-        watch: GatewayWatch,
-        credentials: Credentials,
-    ) -> None:
-        self._gateway = gateway
-        self._credentials = credentials
-        self._watch = watch
-        self._clock = gateway.clock
-        self._adopted: dict[EngineId, _Adopted] = {}
-        self._avoid_until_s: dict[EngineId, float] = {}
-        self._last_fault = ""
-        """Latest fault for which an engine is avoided."""
+    _gateway: GatewayConnection
+    _watch: GatewayWatch
+    _credentials: Credentials
+    _adopted: dict[EngineId, _Adopted] = field(default_factory=dict)
+    _avoid_until_s: dict[EngineId, float] = field(default_factory=dict)
+    _last_fault: str = ""
+    """Latest fault for which an engine is avoided."""
 
     def forget(self) -> None:
         """The gateway answers, and may change the engines' weights."""
@@ -91,7 +85,7 @@ class DedicatedTurns:
         except (EngineLost, EngineBusy, RequestFailed, Stale, TimeoutError) as error:
             wait_s = max(wait_s, getattr(error, "retry_after_s", 0.0))
             self._drop(engine)
-            self._avoid_until_s[engine] = self._clock.now() + wait_s
+            self._avoid_until_s[engine] = self._gateway.clock.now() + wait_s
             turn.lose(attempt)
             self._last_fault = f"{engine}: {error or 'no token'}"
             if not turn.ended:
@@ -105,12 +99,12 @@ class DedicatedTurns:
         if not engines:
             why = self._watch.fault or "the gateway has named no dedicated engine of the job"
         for engine in engines[first:] + engines[:first]:
-            if self._avoid_until_s.get(engine, -math.inf) > self._clock.now():
+            if self._avoid_until_s.get(engine, -math.inf) > self._gateway.clock.now():
                 continue
             try:
                 adopted = self._adopted.get(engine) or await self._adopt(engine)
             except (ConfigError, EngineLost, TimeoutError) as error:
-                self._avoid_until_s[engine] = self._clock.now() + _AVOID_S
+                self._avoid_until_s[engine] = self._gateway.clock.now() + _AVOID_S
                 why = self._last_fault = f"{engine}: {error}"
                 continue
             pin = turn.request.weight_version.resolved(self._watch.version)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 from random import Random
+from socket import socket
 from typing import TypeVar
 
 import aiohttp
@@ -21,9 +22,10 @@ from harvester.contracts.ids import JobId, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.platform.backoff import Backoff, RetryLimits
 from harvester.platform.blocking_peer import base_url
-from harvester.platform.http_kit import PASSING, HttpRefusal, posted
+from harvester.platform.http_kit import PASSING, HttpRefusal, posted, raise_descriptor_limit
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
+from scheduler.gateway.pressure import keep_alive
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -52,8 +54,13 @@ class GatewayConnection:
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The gateway decides what waits.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # A step may have more turns open at once than shells allow files.
+            raise_descriptor_limit()
+            connector = aiohttp.TCPConnector(
+                limit=0,  # The gateway decides what waits.
+                socket_factory=lambda address: keep_alive(socket(*address[:3])),
+            )
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
     def peer(self) -> Peer:

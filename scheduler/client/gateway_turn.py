@@ -5,33 +5,33 @@ restarted, or a dedicated engine has made some meanwhile), the rest is requested
 prompt ends with them. Holds no socket.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, OnInterrupt, Span
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engines.engine_output import check_tokens
 from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
 from scheduler.gateway.policy.attempt import Attempt
 from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
+from scheduler.gateway.requests import MAX_ID_CHARS
 
 _ANOTHER = -1
 
 
 class GatewayTurn:
-    def __init__(self, turn: Turn, *, stream: bool) -> None:
-        self._turn = turn
-        self._request = msgspec.structs.replace(turn.request, stream=stream)
+    def __init__(self, turn: Turn, body: bytes) -> None:
+        """`body`: of the turn's request, as it is sent."""
+        self._turn, self._request, self.body = turn, turn.request, body
         self._base = 0
         """Tokens of the turn that are prompt in the request."""
         self._known = 0
         """Tokens of the turn that the gateway has made or been given; `_ANOTHER`: its turn is
         another one."""
-        self._parts = 0
-        self._seen = 0
-        """Tokens of this reply."""
+        self._parts = self._seen = 0
+        """`_seen`: tokens of this reply."""
         self._open: tuple[Span, Attempt] | None = None
 
     @property
@@ -57,12 +57,13 @@ class GatewayTurn:
             self._parts += 1
             self._request = msgspec.structs.replace(
                 self._request,
-                request_id=f"{turn.request.request_id}.rest{self._parts}",
+                request_id=f"{turn.request.request_id}.rest{self._parts}"[-MAX_ID_CHARS:],
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
                 # The numerics of the tokens that are here, not of the rest's own first token.
                 equal_numerics=turn.needed_numerics or turn.request.equal_numerics,
             )
+            self.body = msgspec.json.encode(self._request)
         return self._request
 
     def fold(self, chunk: EngineChunk, on_tokens: Callable[[], None]) -> None:
@@ -85,7 +86,7 @@ class GatewayTurn:
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         masked, at = choice.sampling_mask or [], self._base + self._seen
         again = min(len(tokens), len(turn.token_ids) - at)
-        if turn.token_ids[at : at + again] != tokens[:again]:
+        if turn.token_ids[at : at + again] != tokens[:again] or self._begun_anew(choice.spans):
             self._differ()
         check_tokens(tokens, logprobs)
         for span in choice.spans:
@@ -101,9 +102,21 @@ class GatewayTurn:
             raise ValueError("no span covers its last tokens")
         self._known, turn.immovable = len(turn.token_ids), choice.immovable
 
+    def _begun_anew(self, spans: Sequence[Span]) -> bool:
+        """Whether other engines or versions made tokens that the client has, as greedy ones may be
+        alike on all."""
+        known = [] if self._open else self._turn.spans_now()
+        return any(
+            mine.start < self._base + span.end
+            and self._base + span.start < mine.end
+            and _origin(mine) != _origin(span)
+            for mine in known
+            for span in spans
+        )
+
     def _attempt(self, span: Span) -> Attempt:
         """An attempt for each engine and version in the reply, which becomes a span again."""
-        origin = msgspec.structs.replace(span, start=0, end=0)
+        origin = _origin(span)
         if self._open is None or self._open[0] != origin:
             attempt = self._turn.begin(
                 engine=span.engine, version=span.version, numerics=span.numerics
@@ -115,8 +128,7 @@ class GatewayTurn:
         turn = self._turn
         if self._base + self._seen < len(turn.token_ids):
             self._differ()
-        partial = turn.token_ids and turn.request.on_interrupt is OnInterrupt.RETURN_PARTIAL
-        if reason is FinishReason.ABORT and choice.fault == SHUTTING_DOWN and not partial:
+        if reason is FinishReason.ABORT and choice.fault == SHUTTING_DOWN:
             raise Interrupted(choice.fault)
         turn.fault, turn.stop_reason = choice.fault, choice.stop_reason
         turn.routed_experts = None if self._base else choice.routed_experts
@@ -127,3 +139,7 @@ class GatewayTurn:
         end."""
         self._known = _ANOTHER
         raise Interrupted("the gateway's turn does not begin with the client's tokens")
+
+
+def _origin(span: Span) -> Span:
+    return msgspec.structs.replace(span, start=0, end=0)

@@ -12,6 +12,7 @@ from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, WeightVersion
 from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet, GatewayJob
+from harvester.contracts.wire.rollouts import OnInterrupt
 from harvester.platform.http_kit import body_of
 from scheduler.client.gateway_connection import GatewayConnection
 from scheduler.model import EngineKind
@@ -82,6 +83,8 @@ class GatewayWatch:
         """Why the last probe had no answer."""
         self.store = ""
         self.version = WeightVersion(0)
+        self.on_interrupt = OnInterrupt.CONTINUE
+        """The job's, for requests without one of their own."""
 
     @property
     def silence(self) -> str:
@@ -184,6 +187,7 @@ class GatewayWatch:
         job = status.jobs.get(self._gateway.job, GatewayJob())
         mine = job.may_use_dedicated and status.active_job in (None, self._gateway.job)
         self.store, self.version = job.store, job.version
+        self.on_interrupt = job.on_interrupt
         self.engines = {
             name: engine
             for name, engine in sorted(status.engines.items())

@@ -137,12 +137,8 @@ class AsyncRolloutClient:
             engines=dedicated or {},
         )
         self._dedicated = DedicatedTurns(self._gateway, self._watch, engines)
-        self._attempts = TurnAttempts(
-            self._gateway,
-            self._watch,
-            self._dedicated if fallback else None,
-            silence_s=silence_s,
-        )
+        direct = self._dedicated if fallback else None
+        self._attempts = TurnAttempts(self._gateway, self._watch, direct, silence_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -171,8 +167,8 @@ class AsyncRolloutClient:
         PeerProtocolError for one that is refused for another reason, Exhausted where the retries
         end before the first token.
         """
-        turn = self._opened(token_ids, sampling, options)
-        await self._serve(turn, lambda: None)
+        turn, body = self._opened(token_ids, sampling, options, stream=self._fallback)
+        await self._serve(turn, body, lambda: None)
         return turn.choice()
 
     async def stream(
@@ -180,9 +176,9 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[Choice, None]:
         """Like `generate`: yields new tokens as they come, each choice with the spans that it
         touches; the last has a finish reason and all spans. Leaving it early ends the turn."""
-        turn = self._opened(token_ids, sampling, options)
+        turn, body = self._opened(token_ids, sampling, options, stream=True)
         more, sent = asyncio.Event(), 0
-        serving = asyncio.ensure_future(self._serve(turn, more.set, stream=True))
+        serving = asyncio.ensure_future(self._serve(turn, body, more.set))
         serving.add_done_callback(lambda _: more.set())
         try:
             while not serving.done():
@@ -259,22 +255,21 @@ class AsyncRolloutClient:
         path = f"/jobs/{self._gateway.job}/finish_session"
         return (await self._gateway.call(path, ended, Aborted)).aborted
 
-    def _opened(self, token_ids: Sequence[int], sampling: Sampling, options: TurnOptions) -> Turn:
-        request, trajectory = request_of(token_ids, sampling, options)
+    def _opened(
+        self, token_ids: Sequence[int], sampling: Sampling, options: TurnOptions, *, stream: bool
+    ) -> tuple[Turn, bytes]:
+        request, trajectory, body = request_of(token_ids, sampling, options, stream=stream)
         turn = self._ledger.open(request, trajectory=trajectory)
         if turn is None:
             raise ConfigError(
                 f"request_id {request.request_id!r} is open in this client; use a new id"
             )
-        return turn
+        return turn, body
 
-    async def _serve(
-        self, turn: Turn, on_tokens: Callable[[], None], *, stream: bool = False
-    ) -> None:
-        name = turn.request.request_id
-        streams, cut = stream or self._fallback, asyncio.timeout(None)
-        at_gateway = GatewayTurn(turn, stream=streams)
-        self._cuts[name] = cut, None if streams else at_gateway
+    async def _serve(self, turn: Turn, body: bytes, on_tokens: Callable[[], None]) -> None:
+        name, cut = turn.request.request_id, asyncio.timeout(None)
+        at_gateway = GatewayTurn(turn, body)
+        self._cuts[name] = cut, None if turn.request.stream else at_gateway
         try:
             with self._watch.watching(), suppress(TimeoutError):
                 async with cut:

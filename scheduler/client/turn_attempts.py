@@ -7,10 +7,10 @@ is part of its turn, whatever fails afterwards.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 import aiohttp
-import msgspec
 
 from harvester.contracts.wire.leases import SESSION_HEADER
 from harvester.contracts.wire.rollouts import GENERATE_ROUTE, FinishReason, OnInterrupt
@@ -22,7 +22,7 @@ from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.engines.stream import EngineChunk, EventStream
 from scheduler.gateway.policy.attempt import output_fields
-from scheduler.gateway.policy.turn import Turn
+from scheduler.gateway.policy.turn import SHUTTING_DOWN, Turn
 
 _log = logging.getLogger(__name__)
 _REPLY_MAX_BYTES = 64 << 20
@@ -35,18 +35,13 @@ class _PinUnmet(Interrupted):
     """The gateway has held the turn for its patience; repeated while that lasts."""
 
 
+@dataclass(frozen=True, slots=True)
 class TurnAttempts:
-    def __init__(
-        self,
-        gateway: GatewayConnection,
-        watch: GatewayWatch,
-        dedicated: DedicatedTurns | None,
-        *,
-        silence_s: float,
-    ) -> None:
-        """`dedicated`: None where turns wait for the gateway, however long."""
-        self._gateway, self._watch, self._dedicated = gateway, watch, dedicated
-        self._silence_s, self._clock = silence_s, gateway.clock
+    _gateway: GatewayConnection
+    _watch: GatewayWatch
+    _dedicated: DedicatedTurns | None
+    """None where turns wait for the gateway, however long."""
+    _silence_s: float
 
     async def serve(
         self, turn: Turn, at_gateway: GatewayTurn, on_tokens: Callable[[], None]
@@ -54,13 +49,12 @@ class TurnAttempts:
         """Returns when the turn has ended. Raises Exhausted where the retries end before its first
         token, ConfigError where its request is wrong, PeerProtocolError for another refusal."""
         backoff = Backoff(
-            self._gateway.retries, self._clock, random=Random(turn.request.request_id)
+            self._gateway.retries, self._gateway.clock, random=Random(turn.request.request_id)
         )
-        since_s, received, why = self._clock.now(), 0, ""
+        since_s, received, why = self._gateway.clock.now(), 0, ""
         while not turn.ended:
             direct = self._direct(at_gateway)
-            leaves = turn.token_ids and (direct is not None or not at_gateway.whole)
-            if leaves and _ended_in_place(turn, why, direct=direct is not None):
+            if turn.token_ids and self._ended_in_place(turn, at_gateway, why, direct=direct):
                 return
             try:
                 if direct is not None:
@@ -71,7 +65,7 @@ class TurnAttempts:
             except Interrupted as broken:
                 why, requested_s = str(broken), broken.retry_after_s
                 if len(turn.token_ids) > received:
-                    since_s, received = self._clock.now(), len(turn.token_ids)
+                    since_s, received = self._gateway.clock.now(), len(turn.token_ids)
                 tried_all = direct is not None or self._dedicated is None
                 unmet = self._pin_is_over(turn, broken, since_s, tried_all=tried_all)
             backoff.received(len(turn.token_ids))
@@ -83,10 +77,24 @@ class TurnAttempts:
                 turn.fault = str(error)
                 turn.end(FinishReason.ABORT, lost=True)
                 return
-            if (limit := self._watch.warnings).admits(now=self._clock.now()):
+            if (limit := self._watch.warnings).admits(now=self._gateway.clock.now()):
                 more = f" ({limit.taken()} more such tries)" * bool(limit.omitted)
                 _log.warning("turn %s is tried again: %s%s", turn.request.request_id, why, more)
             await asyncio.sleep(wait_s)
+
+    def _ended_in_place(
+        self, turn: Turn, at_gateway: GatewayTurn, why: str, *, direct: DedicatedTurns | None
+    ) -> bool:
+        """Ends a turn whose tokens must not, or cannot, go on elsewhere; whether it did."""
+        fields = output_fields(turn.request.sampling_params)
+        leaves = direct is not None or not at_gateway.whole or why == SHUTTING_DOWN
+        own = turn.request.on_interrupt or self._watch.on_interrupt
+        if leaves and own is OnInterrupt.RETURN_PARTIAL:
+            turn.fault = f"interrupted: {why}"
+        elif fields and direct is None and not at_gateway.whole:
+            turn.immovable = fields
+            turn.fault = f"its sampling counts output ({', '.join(fields)}); {why}"
+        return bool(turn.fault) and turn.end(FinishReason.ABORT)
 
     def _direct(self, at_gateway: GatewayTurn) -> DedicatedTurns | None:
         """The dedicated engines, if the gateway cannot have the turn."""
@@ -100,7 +108,7 @@ class TurnAttempts:
         self, turn: Turn, broken: Interrupted, since_s: float, *, tried_all: bool
     ) -> bool:
         """Whether the turn's pin stayed unmet for its patience, counted from `since_s`."""
-        pin_s, waited_s = turn.request.weight_version.wait_s, self._clock.now() - since_s
+        pin_s, waited_s = turn.request.weight_version.wait_s, self._gateway.clock.now() - since_s
         if not isinstance(broken, _PinUnmet):
             unanswered_s = self._watch.unanswered_s
             if pin_s is None or not tried_all or unanswered_s < self._silence_s:
@@ -112,13 +120,13 @@ class TurnAttempts:
     async def _at_gateway(
         self, turn: Turn, at_gateway: GatewayTurn, on_tokens: Callable[[], None]
     ) -> None:
-        request = at_gateway.request()
+        at_gateway.request()
         try:
             async with asyncio.timeout(None) as cut:
                 with self._watch.cutting(cut):
                     async with self._gateway.peer().post(
                         GENERATE_ROUTE,
-                        data=msgspec.json.encode(request),
+                        data=at_gateway.body,
                         headers={**self._gateway.headers, SESSION_HEADER: turn.trajectory},
                         timeout=aiohttp.ClientTimeout(total=None),
                     ) as reply:
@@ -166,14 +174,3 @@ class TurnAttempts:
             self._watch.hear()
             for chunk in events.feed(data):
                 at_gateway.fold(chunk, on_tokens)
-
-
-def _ended_in_place(turn: Turn, why: str, *, direct: bool) -> bool:
-    """Ends a turn whose tokens must not, or cannot, go on elsewhere; whether it did."""
-    fields = output_fields(turn.request.sampling_params)
-    if turn.request.on_interrupt is OnInterrupt.RETURN_PARTIAL:
-        turn.fault = f"interrupted: {why}"
-    elif fields and not direct:
-        turn.immovable = fields
-        turn.fault = f"its sampling counts output ({', '.join(fields)}); {why}"
-    return bool(turn.fault) and turn.end(FinishReason.ABORT)

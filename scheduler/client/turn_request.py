@@ -41,10 +41,15 @@ class TurnOptions(TypedDict, total=False):
 
 
 def request_of(
-    token_ids: Sequence[int], sampling: Sampling, options: Mapping[str, Any]
-) -> tuple[GenerateRequest, TrajectoryId]:
-    """Raises ConfigError with the field and its value for what the gateway would refuse, or take
-    for something else: a number that is no number would be left out, and a pin that is no pin."""
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    options: Mapping[str, Any],
+    *,
+    stream: bool = False,
+) -> tuple[GenerateRequest, TrajectoryId, bytes]:
+    """The request, its trajectory and its body. Raises ConfigError with the field and its value for
+    what the gateway would refuse, or take for something else: a number that is no number would be
+    left out, and a pin that is no pin."""
     if unknown := sorted(options.keys() - TurnOptions.__annotations__.keys()):
         # A misspelt pin would be no pin.
         raise TypeError(f"no such option: {', '.join(unknown)}")
@@ -57,6 +62,7 @@ def request_of(
         "request_id": uuid4().hex if given.get("request_id", "") == "" else given["request_id"],
         "weight_version": {"exact": pin} if isinstance(pin, int) else pin,
         "sampling_params": dict(sampling) if isinstance(sampling, Mapping) else sampling,
+        "stream": stream,
     }
     body = msgspec.json.encode({"token_ids": _encoded_ids(token_ids), **_encoded(given)})
     try:
@@ -69,7 +75,7 @@ def request_of(
         raise ConfigError("sampling_params.n: one turn per call; call once per sample")
     if request.sampling_params.scores_prompt:
         raise ConfigError("prompt_logprobs: post to /inference/v1/generate for them")
-    return request, named
+    return request, named, body
 
 
 def trajectory_of(given: object) -> TrajectoryId:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 
@@ -47,28 +48,17 @@ _REASONING_MINOR = 32
 _ABORTED_PAUSE_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
 class AttemptRunner:
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        probing: EngineProbing,
-        dispatcher: Dispatcher,
-        blame: RequestBlame,
-        metrics: GatewayMetrics,
-        clock: Clock,
-        *,
-        timeouts: Timeouts,
-        on_lease_refused: Callable[[FleetMember], None],
-    ) -> None:
-        self._fleet = fleet
-        self._probing = probing
-        self._dispatcher = dispatcher
-        self._blame = blame
-        self._clock = clock
-        self._timeouts = timeouts
-        self._metrics = metrics
-        self._on_lease_refused = on_lease_refused
-        self._together_s = timeouts.shortest_silence_s / 10
+    _fleet: EngineFleet
+    _probing: EngineProbing
+    _dispatcher: Dispatcher
+    _blame: RequestBlame
+    _metrics: GatewayMetrics
+    _clock: Clock
+    _timeouts: Timeouts
+    _on_lease_refused: Callable[[FleetMember], None]
+    _together_s: float
 
     async def run(
         self,

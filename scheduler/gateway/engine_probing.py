@@ -2,6 +2,8 @@
 breaks, and from time to time."""
 
 import asyncio
+import math
+from dataclasses import dataclass
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
@@ -17,12 +19,12 @@ _LATE_FOR_S = 5.0
 """Time after which an event loop that was late is not taken for the cause of a timeout."""
 
 
+@dataclass(slots=True)
 class EngineProbing:
-    def __init__(self, fleet: EngineFleet, blame: RequestBlame, clock: Clock) -> None:
-        self._fleet = fleet
-        self._blame = blame
-        self._clock = clock
-        self._late_at_s = float("-inf")
+    _fleet: EngineFleet
+    _blame: RequestBlame
+    _clock: Clock
+    _late_at_s: float = -math.inf
 
     async def run(self, *, period_s: float) -> None:
         """Bring engines that answer into the fleet and give failed updates their next try."""

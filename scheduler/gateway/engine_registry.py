@@ -1,6 +1,7 @@
 """The engines that the gateway knows, and what they allow to requests: models, contexts, jobs."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from harvester.contracts.ids import EngineId, JobId
 from harvester.contracts.wire.engines import EngineDescription
@@ -15,17 +16,15 @@ _FAULT_CHARS = 200
 """Bound on one engine's fault in a message: engines word parts of it."""
 
 
+@dataclass(slots=True)
 class EngineRegistry:
-    def __init__(
-        self, versions: VersionPolicy, jobs: Mapping[JobId, GatewayJobSettings], offers: AgentOffers
-    ) -> None:
-        """`offers`: their guests may yet be leased."""
-        self.versions = versions
-        self.jobs = jobs
-        self.members: dict[EngineId, FleetMember] = {}
-        self.parked: set[JobId] = set()
-        """Jobs whose turns may not run on dedicated engines."""
-        self._offers = offers
+    versions: VersionPolicy
+    jobs: Mapping[JobId, GatewayJobSettings]
+    _offers: AgentOffers
+    """Their guests may yet be leased."""
+    members: dict[EngineId, FleetMember] = field(default_factory=dict)
+    parked: set[JobId] = field(default_factory=set)
+    """Jobs whose turns may not run on dedicated engines."""
 
     def is_serving(self, engine: EngineId) -> bool:
         return self.versions.state(engine) == "serving"

@@ -59,7 +59,7 @@ from scheduler.gateway.job_turns import IdInUse, TurnRefused
 from scheduler.gateway.loop_share import LoopEntry
 from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SHOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
-from scheduler.gateway.pressure import HELD_BODY, check_values, connection_room
+from scheduler.gateway.pressure import HELD_BODY, check_values, connection_room, keep_alive
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
@@ -189,6 +189,7 @@ class Gateway:
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if route_of(request) not in self._prompts:
             return await handler(request)
+        keep_alive(request.get_extra_info("socket"))
         await self._entry.enter()
         jobs, possible = self._scheduler.jobs, self._possible_jobs(request)
         tenants = {jobs[job].tenant for job in possible}

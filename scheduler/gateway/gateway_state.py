@@ -6,6 +6,7 @@ once its agent has renewed it. Budgets have a time of their own, which stands st
 scheduler runs: no clock is compared over a restart.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -68,7 +69,7 @@ class SchedulerState:
     are not written again, and need no room on a full disk."""
 
     def __init__(self, path: Path | None) -> None:
-        pragmas = ("journal_mode=WAL", "synchronous=NORMAL")
+        pragmas = ("journal_mode=WAL",)
         self._db = open_database(path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas)
 
     def jobs(self) -> dict[JobId, StoredJob]:
@@ -217,9 +218,14 @@ class SchedulerState:
         )
         return ledger, times[0] if times else 0.0
 
-    def keep_budgets(self, ledger: BudgetLedger, *, at_s: float) -> None:
-        """Keep all that has changed, or nothing. Raises sqlite3.Error."""
-        with self._db:
+    def keep_budgets(self, ledger: BudgetLedger, *, at_s: float, repeated: bool = False) -> None:
+        """Keep all that has changed, or nothing. Raises sqlite3.Error.
+
+        `repeated`: of reports alone, which agents send again: no wait for the disk each second.
+        """
+        self._db.execute(f"PRAGMA synchronous={'NORMAL' if repeated else 'FULL'}")
+        with ExitStack() as after, self._db:
+            after.callback(self._db.execute, "PRAGMA synchronous=FULL")
             self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO budget_time VALUES (1, ?)", (at_s,))
             for key in ledger.changed:

@@ -111,6 +111,7 @@ def _job(scheduler: Scheduler, job: JobId) -> GatewayJob:
         may_lease=scheduler.switches.is_on(job, JobSwitch.HARVESTING),
         paused=scheduler.pauses.is_paused(job),
         may_use_dedicated=scheduler.switches.is_on(job, JobSwitch.DEDICATED),
+        on_interrupt=scheduler.jobs[job].on_interrupt,
         tokens=tokens,
         turns=asdict(ledger.counters),
         open_turns=len(ledger),

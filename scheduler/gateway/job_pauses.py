@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harvester.contracts.clock import Clock
@@ -27,21 +28,15 @@ class PauseMode(StrEnum):
     """Turns leave their engines and go on from their tokens after the pause."""
 
 
+@dataclass(slots=True)
 class JobPauses:
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        turns: Mapping[JobId, JobTurns],
-        dispatcher: Dispatcher,
-        clock: Clock,
-    ) -> None:
-        self._fleet = fleet
-        self._turns = turns
-        self._dispatcher = dispatcher
-        self._clock = clock
-        self._resumed = asyncio.Event()
-        self._times: dict[JobId, tuple[float, float]] = {}
-        """When each paused job's pause began, and when it ends unless it is renewed."""
+    _fleet: EngineFleet
+    _turns: Mapping[JobId, JobTurns]
+    _dispatcher: Dispatcher
+    _clock: Clock
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    _times: dict[JobId, tuple[float, float]] = field(default_factory=dict)
+    """When each paused job's pause began, and when it ends unless it is renewed."""
 
     def is_paused(self, job: JobId) -> bool:
         return self._dispatcher.policy.is_paused(job)

@@ -119,6 +119,7 @@ class JobTurns:
         self._other_run = state.other_runs().get(ledger.job, "")
         """Why turns are refused since the job's trainer began anew: engines hold weights of the run
         before. Until a publish is taken."""
+        self.unrecorded = False
         self._clients: Counter[str] = Counter()
         """Number of waiting clients by request."""
         self._metrics = metrics
@@ -203,14 +204,20 @@ class JobTurns:
     async def end_run(self, why: str) -> None:
         """Aborts all open turns, and refuses new ones until `begin_run`."""
         self._other_run = why
-        with suppress(sqlite3.Error):  # The process refuses them without it.
-            self._state.refuse_turns(self._job, why)
+        self.record_refusal()
         self._answered.forget(self._job)  # The new run may give its requests the same names.
         await self.abort(fault=why)
 
+    def record_refusal(self) -> None:
+        """For the next process; to be called again while it is `unrecorded`."""
+        self.unrecorded = True
+        with suppress(sqlite3.Error):
+            self._state.refuse_turns(self._job, self._other_run)
+            self.unrecorded = False
+
     def begin_run(self) -> None:
         """Takes turns again: the engines get this run's weights."""
-        self._other_run = ""
+        self._other_run, self.unrecorded = "", False
 
     async def abort(
         self,

@@ -10,8 +10,9 @@ million ids take 60 ms. Arrays, objects and members cost 20 times as much, so th
 """
 
 import asyncio
+import socket
 from contextlib import ExitStack
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -23,6 +24,21 @@ _OWN_DESCRIPTORS = 64
 """Files, probes of engines and agents, scrapes, and clients that are being refused."""
 HELD_BODY: Final = web.RequestKey("held_body", ExitStack)
 """Count of a request's body: closed with its reply, unless its handler takes it over."""
+
+KEPT_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Finds within a minute, on either side, that the other one has gone without a packet: its machine
+was cut off or started anew, or a balancer dropped a connection on which a turn waits for long."""
+
+
+def keep_alive(connection: Any) -> Any:
+    for option in KEPT_ALIVE if connection is not None else ():
+        connection.setsockopt(*option)
+    return connection
 
 
 async def check_values(body: bytes) -> None:

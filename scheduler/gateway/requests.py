@@ -50,7 +50,7 @@ _RESERVED_ARGUMENTS = frozenset(
     )
 )
 
-_MAX_ID_CHARS = 200
+MAX_ID_CHARS = 200
 _MAX_STOP_TOKENS = 256
 _MAX_STRING_CHARS = 1024
 _NEUTRAL_BYTES = 64
@@ -145,8 +145,8 @@ def _filling(request: _Request, context_tokens: int) -> _Request:
 def checked_trajectory(given: str | None, *, request_id: str) -> TrajectoryId:
     """Session header, or the request id for a trajectory of one turn."""
     name = given or request_id
-    if len(name) > _MAX_ID_CHARS or not name.isprintable():
-        raise PeerProtocolError(f"X-Session-ID: use at most {_MAX_ID_CHARS} printable characters")
+    if len(name) > MAX_ID_CHARS or not name.isprintable():
+        raise PeerProtocolError(f"X-Session-ID: use at most {MAX_ID_CHARS} printable characters")
     return TrajectoryId(name)
 
 
@@ -154,8 +154,8 @@ def _decode_without_neutral_fields(body: bytes) -> _Request:
     try:
         fields = _FIELDS.decode(body)
         request = _kept(fields, _Request, REFUSED_FIELDS, "")
-        if "sampling_params" in request:
-            given = _FIELDS.decode(request["sampling_params"])
+        if (raw := bytes(request.get("sampling_params", b""))).startswith(b"{"):
+            given = _FIELDS.decode(raw)
             sampling = _kept(given, _Sampling, REFUSED_SAMPLING_FIELDS, "sampling_params.")
             request["sampling_params"] = msgspec.Raw(msgspec.json.encode(sampling))
         if "weight_version" in request:
@@ -215,7 +215,7 @@ def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
 
 def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:
     """The error for a field that is not read, with the nearest name of a field that is."""
-    return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: {unknown_field(name, offered)}")
+    return PeerProtocolError(f"{where}{name[:MAX_ID_CHARS]}: {unknown_field(name, offered)}")
 
 
 def _is_neutral(value: msgspec.Raw, rule: RefusedField) -> bool:
@@ -277,8 +277,8 @@ def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> It
     bound = vocabulary_tokens or UNKNOWN_VOCABULARY_TOKENS
     unknown = "" if vocabulary_tokens else " (no engine has reported its vocabulary yet)"
     ids = f"ids lie between 0 and {bound - 1}{unknown}, not {{}}"
-    if len(request.request_id) > _MAX_ID_CHARS or not request.request_id.isprintable():
-        yield f"request_id: use at most {_MAX_ID_CHARS} printable characters"
+    if len(request.request_id) > MAX_ID_CHARS or not request.request_id.isprintable():
+        yield f"request_id: use at most {MAX_ID_CHARS} printable characters"
     if not 0 < len(prompt) <= MAX_PROMPT_TOKENS:
         yield f"token_ids: {len(prompt)} tokens, 1 to {MAX_PROMPT_TOKENS} are possible"
     if (wrong := _not_below(bound, prompt)) is not None:

@@ -195,6 +195,8 @@ class Scheduler:
             self.answered.expire(now=now)
             self.switches.expire(now=now)
             self.pauses.expire(now=now)
+            for turns in (each for each in self.turns.values() if each.unrecorded):
+                turns.record_refusal()
             self._versions_log.check(now=now)
             self._capacity_log.check(now=now)
 
@@ -235,6 +237,7 @@ class Scheduler:
             "budgets": self.harvest.budgets.fault,
             "decisions": self._versions_log.fault or self._capacity_log.fault,
             "leases": self.harvest.unrecorded,
+            "refusals": any(turns.unrecorded for turns in self.turns.values()),
             "stops": self.stops.unrecorded,
             "switches": self.switches.unrecorded,
         }

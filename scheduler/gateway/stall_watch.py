@@ -1,6 +1,7 @@
 """Moves turns off silent engines. A turn stays where no other engine has room for it."""
 
 import asyncio
+from dataclasses import dataclass
 
 from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
@@ -17,24 +18,15 @@ from scheduler.model import EngineKind
 WATCH_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
 class StallWatch:
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        probing: EngineProbing,
-        dispatcher: Dispatcher,
-        blame: RequestBlame,
-        metrics: GatewayMetrics,
-        clock: Clock,
-        timeouts: Timeouts,
-    ) -> None:
-        self._fleet = fleet
-        self._probing = probing
-        self._dispatcher = dispatcher
-        self._clock = clock
-        self._timeouts = timeouts
-        self._first_tokens = blame.first_tokens
-        self._metrics = metrics
+    _fleet: EngineFleet
+    _probing: EngineProbing
+    _dispatcher: Dispatcher
+    _blame: RequestBlame
+    _metrics: GatewayMetrics
+    _clock: Clock
+    _timeouts: Timeouts
 
     async def run(self) -> None:
         period_s = min(WATCH_S, self._timeouts.guest_tail_stall_s / 4)
@@ -64,7 +56,8 @@ class StallWatch:
         now, kind = self._clock.now(), member.engine.kind
         silent_s = now - running.chunk_at_s
         tail = not self._dispatcher.policy.queued_turns
-        usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
+        dedicated = kind is EngineKind.DEDICATED
+        usual_s = self._blame.first_tokens.usual_s if dedicated else 0.0
         stall_s = self._timeouts.moved_after_s(kind, tail=tail)
         stalls = silent_s > self._timeouts.silence_s
         if not stalls and silent_s > running.course.stall_after_s(

@@ -43,24 +43,15 @@ class TurnRunner:
     ) -> None:
         """`on_lease_refused`: called with the guest that refuses its lease's epoch."""
         self._fleet = fleet
-        self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
         self._blame = blame
-        self.stalls = StallWatch(fleet, probing, dispatcher, blame, metrics, clock, timeouts)
-        self._attempts = AttemptRunner(
-            fleet,
-            probing,
-            dispatcher,
-            blame,
-            metrics,
-            clock,
-            timeouts=timeouts,
-            on_lease_refused=on_lease_refused,
-        )
+        shared = fleet, probing, dispatcher, blame, metrics, clock, timeouts
+        self.stalls = StallWatch(*shared)
+        self._attempts = AttemptRunner(*shared, on_lease_refused, timeouts.shortest_silence_s / 10)
         self._metrics = metrics
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
@@ -23,21 +24,19 @@ _LOOK_S = 0.2
 """Period of looks at whether an engine that prepares is still up."""
 
 
+@dataclass(slots=True)
 class VersionStaging:
     """Stages one version at a time: an engine keeps only its last preparation, and ends one that
     runs before it begins the next."""
 
-    def __init__(
-        self, fleet: EngineFleet, metrics: GatewayMetrics, clock: Clock, *, stage_s: float
-    ) -> None:
-        """`stage_s`: longest wait for engines that prepare a version while they sample."""
-        self._fleet = fleet
-        self._clock = clock
-        self.stage_s = stage_s
-        self._lock = asyncio.Lock()
-        self._in_line: list[JobVersion] = []
-        """Versions whose preparation has not begun."""
-        self._metrics = metrics
+    _fleet: EngineFleet
+    _metrics: GatewayMetrics
+    _clock: Clock
+    stage_s: float
+    """Longest wait for engines that prepare a version while they sample."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _in_line: list[JobVersion] = field(default_factory=list)
+    """Versions whose preparation has not begun."""
 
     async def prepare(
         self, target: JobVersion, *, patience_s: float, is_due: Callable[[], bool] = lambda: True

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from harvester.contracts.clock import Clock
 from scheduler.decision_log import DecisionLog
@@ -16,24 +17,18 @@ from scheduler.gateway.policy.versions_events import (
 )
 
 
+@dataclass(slots=True)
 class VersionSwitching:
-    def __init__(
-        self,
-        policy: VersionPolicy,
-        log: DecisionLog,
-        clock: Clock,
-        apply: Callable[[VersionsEffect], None],
-        on_fault: Callable[[Exception], None],
-    ) -> None:
-        """`apply` carries out an effect, and may raise further events. `on_fault`: called with an
-        error of the policy, whose effects are lost with it."""
-        self._policy = policy
-        self._log = log
-        self._clock = clock
-        self._apply, self._on_fault = apply, on_fault
-        self._events: deque[VersionsEvent] = deque()
-        self._observing = False
-        self._changed = asyncio.Event()
+    _policy: VersionPolicy
+    _log: DecisionLog
+    _clock: Clock
+    _apply: Callable[[VersionsEffect], None]
+    """Carries out an effect, and may raise further events."""
+    _on_fault: Callable[[Exception], None]
+    """Called with an error of the policy, whose effects are lost with it."""
+    _events: deque[VersionsEvent] = field(default_factory=deque)
+    _observing: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def observe(self, event: VersionsEvent) -> None:
         """Effects may raise further events; they are taken one after another."""

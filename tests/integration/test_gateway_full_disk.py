@@ -37,6 +37,22 @@ async def _loops_live(gateway: GatewayInProcess, for_s: float = 0.6) -> None:
             await gateway.scheduler.failed()
 
 
+async def test_turns_of_a_job_that_began_anew_stay_refused_after_a_full_disk_and_a_restart(
+    tmp_path: Path,
+) -> None:
+    """Its trainer would get samples of the other run's weights under its own numbers."""
+    engine, state = _engine(), tmp_path / "state.sqlite"
+    async with gateway_on(engine, state=state) as gateway:
+        assert (await gateway.publish(1, state_hash="a" * 32))[0] == 200
+        _state_is_full(gateway, True)
+        assert (await gateway.publish(1, state_hash="b" * 32))[0] == 409
+        assert (await gateway.status())["unrecorded"] == ["refusals"]
+        _state_is_full(gateway, False)
+        await gateway.until(lambda: not gateway.scheduler.unrecorded())
+    async with gateway_on(engine, state=state) as gateway:
+        assert (await gateway.generate("t", 2))[0] == 409
+
+
 async def test_a_version_that_cannot_be_recorded_is_refused_before_any_engine_moves() -> None:
     engine = _engine()
     async with gateway_on(engine, **JOBS) as gateway:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -22,11 +24,14 @@ from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
 from scheduler.client import rollout_client
 from scheduler.client.gateway_watch import GatewayWatch
+from scheduler.gateway import pressure
 from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
 
 SILENCE_S = 0.5
+_TCP_REPAIR = 19
+"""Linux: a socket in this mode is closed without a packet."""
 QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5, progress_bytes=1)
 Start = Callable[..., Served]
 
@@ -287,6 +292,62 @@ async def test_a_gateway_that_is_stopped_in_order_and_started_again_costs_no_tok
         assert 0 < len(choice.token_ids) < 200
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+async def test_a_turn_whose_connection_the_other_side_has_forgotten_is_joined_again(
+    monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    """As after a gateway's machine was started anew, or a balancer dropped an idle connection: no
+    packet says so, and the gateway answers its probes."""
+    soon = [(level, name, 1) for level, name, _ in pressure.KEPT_ALIVE]
+    monkeypatch.setattr(pressure, "KEPT_ALIVE", soon)
+    calls: list[web.Request] = []
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        calls.extend([request] if request.path.endswith("/generate") else [])
+        return await handler(request)
+
+    engine = FakeEngine(step_s=0.02, epoch=None)
+    async with (
+        gateway_on(engine, watch=lambda app: app.middlewares.append(note)) as gateway,
+        AsyncRolloutClient(gateway.url, "job", fallback=fallback) as client,
+        asyncio.timeout(20),
+    ):
+        turn = asyncio.create_task(client.generate(PROMPT, sampling(150)))
+        await gateway.until_tokens(5)
+        transport = calls[0].transport
+        assert transport is not None
+        try:
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+        except PermissionError:
+            turn.cancel()
+            pytest.skip("only an administrator of the network may drop a connection in silence")
+        transport.abort()
+        assert_whole(await turn, 150)
+        assert len(calls) == 2
+
+
+def test_a_step_may_have_more_turns_open_than_its_shell_allows_files(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """Turns without a descriptor were given up after a minute, and probes without one took all
+    turns for those of a silent gateway."""
+    service = gateway(fake_engine(step_s=0.1))
+    few = """
+        import asyncio, resource, sys
+        from scheduler import AsyncRolloutClient
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1024))
+        async def step():
+            async with AsyncRolloutClient(sys.argv[1], "job", fallback=False) as client:
+                turns = [client.generate([4, 5, 6], {"max_tokens": 10}) for _ in range(100)]
+                print(len(await asyncio.gather(*turns)))
+        asyncio.run(step())
+    """
+    run = [sys.executable, "-c", textwrap.dedent(few), service.url]
+    done = subprocess.run(run, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, "Too many open files" in done.stderr) == ("100\n", False)
+
+
 async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     fake_engine: Start, gateway: Start
 ) -> None:
@@ -332,29 +393,56 @@ async def test_an_aborted_turn_that_is_not_streamed_returns_its_tokens_too(
 
 
 @pytest.mark.parametrize(
-    ("more", "fault"),
-    [({"frequency_penalty": 0.5}, "counts output"), ({}, "interrupted")],
+    ("more", "partial", "of_job", "fault"),
+    [
+        ({"frequency_penalty": 0.5}, None, "continue", "counts output"),
+        ({}, "return_partial", "continue", "interrupted"),
+        ({}, None, "return_partial", "interrupted"),
+    ],
 )
 async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gateway_begins_it_anew(
-    fake_engine: Start, gateway: Start, more: dict[str, object], fault: str
+    fake_engine: Start,
+    gateway: Start,
+    more: dict[str, object],
+    partial: str | None,
+    of_job: str,
+    fault: str,
 ) -> None:
-    """Its sampling forbids it, without a fallback; its caller does, with one."""
-    engine = fake_engine(step_s=0.01)
-    service = gateway(engine)
-    partial = None if more else "return_partial"
+    """Its sampling forbids it, without a fallback; its caller or its job does, with one."""
+    engine, jobs = fake_engine(step_s=0.01), [{"id": "job", "on_interrupt": of_job}]
+    service = gateway(engine, jobs=jobs)
     async with client_of(service, fallback=not more) as client:
         choices = client.stream(PROMPT, sampling(300) | more, on_interrupt=partial)
         streamed = await until_tokens(choices, 20)
         service.kill()
         # Its weights make other tokens by now.
         await engine.post("/_fake", {"version": 7})
-        gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
+        gateway(engine, jobs=jobs, port=int(service.url.rsplit(":", 1)[1]))
         async for choice in choices:
             streamed += choice.token_ids
     assert choice.finish_reason is FinishReason.ABORT
     assert fault in choice.fault
     assert streamed == continued(PROMPT, len(streamed), version=0)
     assert choice.immovable == tuple(more)
+
+
+async def test_a_restarted_gateway_adds_no_tokens_of_other_numerics_to_a_turn_of_equal_ones(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """It begins the turn anew, and makes the same tokens as before: only their label differs."""
+    engine, pin = fake_engine(step_s=0.01), VersionPin(wait_s=0.0)
+    service = gateway(engine)
+    async with client_of(service, fallback=False) as client:
+        choices = client.stream(PROMPT, sampling(200), equal_numerics=True, weight_version=pin)
+        streamed = await until_tokens(choices, 10)
+        service.kill()
+        await engine.post("/_fake", {"release": "0.33.0+fake"})
+        gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
+        async for choice in choices:
+            streamed += choice.token_ids
+    assert [span.numerics.split()[1] for span in choice.spans] == ["0.32.0+fake"]
+    assert (choice.finish_reason, len(streamed) < 200) == (FinishReason.ABORT, True)
+    assert "no engine has the numerics" in choice.fault
 
 
 async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_that_it_is_given(

@@ -8,6 +8,7 @@ import msgspec
 
 from harvester.contracts.ids import EngineId, Epoch, JobId, SlotId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.rollouts import OnInterrupt
 from harvester.contracts.wire.stops import Stop
 
 
@@ -35,6 +36,7 @@ class GatewayJob(msgspec.Struct, frozen=True, kw_only=True):
     may_lease: bool = False
     paused: bool = False
     may_use_dedicated: bool = True
+    on_interrupt: OnInterrupt = OnInterrupt.CONTINUE
     tokens: dict[str, int] = {}
     turns: dict[str, int] = {}
     open_turns: int = 0

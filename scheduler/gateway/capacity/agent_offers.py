@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -18,25 +19,19 @@ _log = logging.getLogger(__name__)
 _LEASABLE = (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
 
 
+@dataclass(slots=True)
 class AgentOffers:
-    def __init__(
-        self,
-        agents: dict[str, AgentClient],
-        credentials: dict[str, Credentials],
-        guests: Mapping[SlotId, EngineSettings],
-    ) -> None:
-        """`credentials`: for the guests of each agent; a guest's own entry in `guests` goes
-        first."""
-        self.agents = agents
-        self.slots: dict[SlotId, tuple[str, SlotOffer]] = {}
-        """Each offered slot with its agent."""
-        self.silent_agents: dict[str, str] = {}
-        """Why slots of some agents are not used."""
-        self._credentials = credentials
-        self._guests = guests
+    agents: dict[str, AgentClient]
+    _credentials: dict[str, Credentials]
+    """For the guests of each agent; a guest's own entry in `_guests` goes first."""
+    _guests: Mapping[SlotId, EngineSettings]
+    slots: dict[SlotId, tuple[str, SlotOffer]] = field(default_factory=dict)
+    """Each offered slot with its agent."""
+    silent_agents: dict[str, str] = field(default_factory=dict)
+    """Why slots of some agents are not used."""
 
     def add_agent(self, name: str, agent: AgentClient, guests: Credentials) -> None:
-        """Asks one more agent from now on; `guests`: as in `credentials`."""
+        """Asks one more agent from now on; `guests`: as in `_credentials`."""
         self.agents[name], self._credentials[name] = agent, guests
 
     def leasable(self) -> Iterator[EngineDescription]:

@@ -1,5 +1,7 @@
 """The demand of each job: its turns, and the places that it has without another lease."""
 
+from dataclasses import dataclass
+
 from harvester.contracts.ids import TenantId
 from harvester.contracts.wire.stops import StopOrder
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
@@ -9,18 +11,12 @@ from scheduler.gateway.job_switches import JobSwitch, JobSwitches
 from scheduler.gateway.policy.capacity import Demand
 
 
+@dataclass(frozen=True, slots=True)
 class JobDemands:
-    def __init__(
-        self,
-        registry: EngineRegistry,
-        dispatcher: Dispatcher,
-        switches: JobSwitches,
-        stops: ClusterStops,
-    ) -> None:
-        self._registry = registry
-        self._dispatcher = dispatcher
-        self._switches = switches
-        self._stops = stops
+    _registry: EngineRegistry
+    _dispatcher: Dispatcher
+    _switches: JobSwitches
+    _stops: ClusterStops
 
     def observe(self) -> tuple[Demand, ...]:
         target, routing = self._registry.versions.target, self._dispatcher.policy

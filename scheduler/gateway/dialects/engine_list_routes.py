@@ -6,6 +6,7 @@ Version 0 is the checkpoint that the engines started with.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated
 
@@ -67,15 +68,11 @@ class RouterLoads(msgspec.Struct, frozen=True):
     loads: tuple[RouterLoad, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class EngineListRoutes:
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        activate: Callable[[JobId, web.Request], Awaitable[VersionSwitched]],
-    ) -> None:
-        """`activate` refuses callers that may not take the engines."""
-        self._scheduler = scheduler
-        self._activate = activate
+    _scheduler: Scheduler
+    _activate: Callable[[JobId, web.Request], Awaitable[VersionSwitched]]
+    """Refuses callers that may not take the engines."""
 
     @Route("GET /workers", "The gateway, as the only engine")
     @Route("GET /list_workers", "The gateway, as the only engine")

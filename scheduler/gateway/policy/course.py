@@ -1,10 +1,9 @@
 """Progress of one turn: results of its attempts since its last token, and engines to avoid.
 
-Time without a token bounds a turn, but for waits for its job's turn at the engines, and deaths
-under it do; refusals and aborts are not counted. A
-silent engine looks like an engine that computes a long prompt. Therefore, after a turn is taken off
-an engine for silence, it waits twice as long on the next one, and does not return soon to a silent
-engine without a gate. Reads no clock.
+Deaths under it bound a turn, and time without a token, waits for its job's turn at the engines
+left out; refusals and aborts are not counted. A silent engine looks like one that computes a long
+prompt. Therefore, after a turn is taken off an engine for silence, it waits twice as long on the
+next one, and does not return soon to a silent engine without a gate. Reads no clock.
 """
 
 import math

@@ -47,7 +47,7 @@ class ControlState:
     def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:
         """`lock_s` is how long to wait for a control that is just ending."""
         # A write-ahead log would need shared memory, which no network file system has.
-        pragmas = ("locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE", "synchronous=FULL")
+        pragmas = ("locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE")
         self._db = open_database(
             path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s, threads=True
         )

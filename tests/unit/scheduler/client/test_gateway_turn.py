@@ -18,6 +18,7 @@ from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.gateway.engines.stream import EngineChunk, EventStream, _Logprobs
 from scheduler.gateway.policy.turn import Turn
 from scheduler.gateway.policy.turn_ledger import TurnLedger
+from scheduler.gateway.requests import decode_generate
 
 PROMPT = (7, 8, 9)
 
@@ -27,7 +28,7 @@ def opened(**sampling: object) -> tuple[Turn, GatewayTurn]:
     request = GenerateRequest(request_id="r", token_ids=PROMPT, sampling_params=params)
     turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
     assert turn is not None
-    return turn, GatewayTurn(turn, stream=True)
+    return turn, GatewayTurn(turn, b"")
 
 
 def chunk(tokens: list[int], *spans: tuple[int, int, int], **more: Any) -> EngineChunk:
@@ -217,9 +218,44 @@ def test_the_rest_of_a_turn_of_equal_numerics_is_asked_for_with_those_of_its_tok
     request = msgspec.structs.replace(turn.request, request_id="s", equal_numerics=True)
     turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
     assert turn is not None
-    at_gateway = GatewayTurn(turn, stream=True)
+    at_gateway = GatewayTurn(turn, b"")
     assert at_gateway.request().equal_numerics is True
     at_gateway.fold(chunk([1], (0, 1, 1), numerics="first"), lambda: None)
     with pytest.raises(Interrupted):
         fold(at_gateway, chunk([5], (0, 1, 1), numerics="second"))
     assert at_gateway.request().equal_numerics == "first"
+
+
+@pytest.mark.parametrize("other", [{"version": 2}, {"numerics": "y"}], ids=["version", "numerics"])
+def test_a_turn_that_was_begun_anew_elsewhere_is_another_one_though_its_tokens_are_the_same(
+    other: dict[str, Any],
+) -> None:
+    """Greedy tokens are alike on all engines: the rest would be of other numerics than the pin's,
+    or go on in spite of `return_partial`."""
+    turn, at_gateway = opened()
+    fold(at_gateway, chunk([1, 2], (0, 2, 1)))
+    version, numerics = other.get("version", 1), other.get("numerics", "x")
+    with pytest.raises(Interrupted, match="does not begin with the client's tokens"):
+        fold(at_gateway, chunk([1, 2, 3], (0, 3, version), numerics=numerics))
+    assert (turn.token_ids, spans_of(turn)) == ([1, 2], [(0, 2, 1)])
+    assert at_gateway.request().token_ids == (*PROMPT, 1, 2)
+
+
+def test_the_rest_of_a_turn_with_the_longest_id_has_an_id_that_a_gateway_takes() -> None:
+    turn, _ = opened()
+    request = msgspec.structs.replace(turn.request, request_id="r" * 200)
+    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    at_gateway = GatewayTurn(turn, b"")
+    fold(at_gateway, chunk([1], (0, 1, 1)))
+    with pytest.raises(Interrupted):
+        fold(at_gateway, chunk([5], (0, 1, 2)))
+    at_gateway.request()
+    assert decode_generate(at_gateway.body).request_id.endswith(".rest1")
+
+
+def test_a_turn_that_moved_between_two_replies_is_the_same_one() -> None:
+    turn, at_gateway = opened()
+    fold(at_gateway, chunk([1, 2], (0, 2, 1)))
+    fold(at_gateway, chunk([1, 2, 3], (0, 2, 1), (2, 3, 2), finish="stop"))
+    assert (turn.token_ids, spans_of(turn)) == ([1, 2, 3], [(0, 2, 1), (2, 3, 2)])

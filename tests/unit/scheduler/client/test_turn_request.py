@@ -62,7 +62,7 @@ def test_numbers_of_numpy_are_sampling_parameters_and_options() -> None:
         "seed": np.uint32(1),
     }
     options = {"weight_version": np.int64(0), "priority": np.int16(2)}
-    request, _ = request_of(PROMPT, sampling, options)
+    request, *_ = request_of(PROMPT, sampling, options)
     assert request.weight_version.exact == 0, "no pin would take any version"
     given = request.sampling_params
     assert (given.max_tokens, given.temperature, given.seed) == (3, 0.5, 1)
@@ -115,7 +115,7 @@ def test_a_value_that_is_no_option_is_named(options: Any, why: str) -> None:
 
 
 def test_values_none_and_an_empty_name_stand_for_the_default() -> None:
-    request, trajectory = request_of(
+    request, trajectory, _ = request_of(
         PROMPT, SAMPLING, {"request_id": "", "trajectory": None, "weight_version": None}
     )
     assert (request.weight_version, trajectory) == (VersionPin(), request.request_id)

@@ -8,6 +8,7 @@ import pytest
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
 from scheduler.gateway.gateway_state import SchedulerState, StoredJob
+from scheduler.gateway.policy.budget_ledger import BudgetLedger
 from scheduler.gateway.policy.versions_events import VersionPublished
 from scheduler.model import Lease
 
@@ -55,6 +56,19 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
     assert again.parked() == [B]
     assert not held.usable(now=0.0, margin_s=0.0)
     again.close()
+
+
+def test_a_power_cut_takes_back_no_version_that_was_acknowledged(tmp_path: Path) -> None:
+    """Each commit waits for the disk (2: FULL), but for reports, which agents repeat."""
+    state = SchedulerState(tmp_path / "state.db")
+    for keep in (
+        lambda: state.publish(published(A, "sa", 1)),
+        lambda: state.keep_budgets(BudgetLedger(), at_s=1.0),
+        lambda: state.keep_budgets(BudgetLedger(), at_s=2.0, repeated=True),
+    ):
+        keep()
+        assert state._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    state.close()
 
 
 def test_the_hash_of_a_version_is_not_that_of_the_next(tmp_path: Path) -> None:

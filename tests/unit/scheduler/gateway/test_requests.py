@@ -32,6 +32,13 @@ def _with(**changes: Any) -> bytes:
     return msgspec.json.encode(body)
 
 
+@pytest.mark.parametrize("given", [b"5", b'"greedy"', b"[1]", b"true"])
+def test_sampling_that_is_no_object_is_refused_by_its_name(given: bytes) -> None:
+    body = b'{"token_ids": [1], "sampling_params": ' + given + b"}"
+    with pytest.raises(PeerProtocolError, match=r"Expected `object`.* at `\$\.sampling_params`"):
+        decode_generate(body)
+
+
 def test_takes_a_request_and_what_is_always_so() -> None:
     request = decode_generate(_with(sampling_params={"n": 1, "logprobs": 1, "detokenize": False}))
     assert request.token_ids == (1, 2)
