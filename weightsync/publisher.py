@@ -163,8 +163,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         self.close()
 
     def close(self) -> None:
-        """Release the store's lock, after the loops are compiled, so that the next process finds
-        them, and after an anchor in the making; a last announcement is waited for, at most 10 s."""
+        """Release the store's lock. Waits before that for an unfinished anchor, for loops that are
+        being compiled (for the next process), and at most 10 s for the last announcement."""
         self._closed = True
         with ExitStack() as last_first:
             for part in (self._lead, self._ranks, self._copy):

@@ -324,7 +324,7 @@ class GuestSlot:
         return self._moment
 
     def _shown(self, read: Sequence[Reading[PulseHead]], now_ns: int) -> ProductionMoment | None:
-        """The moment that readings of all pulses show."""
+        """Production's state by readings of all pulses; None without the grant or one of them."""
         grant = self._grant.record
         if grant is None:
             return None

@@ -46,9 +46,9 @@ class _Launched(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class StepsMet:
-    """How many guest steps each request of production met: under way between its arrival and its
-    first token. Seen from production's counters at the start and end of each step; first tokens are
-    taken to come in order of arrival."""
+    """Guest steps that ran between a production request's arrival and its first token, counted for
+    each request from production's counters at the start and end of each step. First tokens are
+    assumed to come in order of arrival."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (_MOST_MET + 1))
     """Requests by the number of steps that they met: 0, 1, 2, ..."""
@@ -58,8 +58,9 @@ class StepsMet:
     """Requests without a first token, oldest first: how many, and the steps that each has met."""
 
     def observe(self, requests: int, waiting: int, *, under_way: int, begins: bool) -> None:
-        """A step begins or ends while production has had `requests` in all, of which `waiting` have
-        no first token; `under_way` other steps were so since the last look."""
+        """Record the begin or end of a step. `requests` counts production's requests so far,
+        `waiting` those without a first token, `under_way` other steps that ran since the last
+        call."""
         if self._seen is None or requests < self._seen:
             self.forget()
             self._seen = requests - waiting
@@ -72,7 +73,7 @@ class StepsMet:
             self._waiting = deque([(count, met + 1) for count, met in self._waiting])
 
     def forget(self) -> None:
-        """Production's state is unknown: what waits counts nowhere."""
+        """Production's state is unknown: requests that wait now are never counted."""
         self._seen = None
         self._waiting.clear()
 
@@ -159,9 +160,9 @@ class GuestSteps:
         self._learn(step, production)
 
     def rest(self, mean_wait_s: float, grant: Grant, *, chance: float) -> None:
-        """The last step owes a rest, so that arrivals wait for `mean_wait_s` in the mean. `chance`,
-        uniform in [0, 1), spreads it over the length of a cycle: a client that sends at a constant
-        interval would else meet a step each time."""
+        """Set the last step's rest, so that arrivals wait for `mean_wait_s` in the mean. `chance`,
+        uniform in [0, 1), spreads rests over the length of a cycle: otherwise a client that sends
+        at a constant interval could meet a step each time."""
 
         def spread_s(step_s: float) -> float:
             owed_s = min(_REST_MAX_S, rest_s(step_s, mean_wait_s, grant))

@@ -108,7 +108,7 @@ def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
 
 
 def _tells(pulse: PulseHead) -> bool:
-    """Whether there are unseen requests to count; usually not, since most guest steps meet idle
+    """Whether the pulse shows unseen requests. Usually it shows none: most guest steps meet idle
     production."""
     return bool(
         pulse.unseen_step_ns or [core for core in pulse.cores if core.running or core.waiting]

@@ -1,7 +1,7 @@
 """The gate: may the guest start a step now, and of how many tokens.
 
-It decides from page readings alone and the time that is passed in. Whatever it cannot know closes
-it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs. Once the
+It decides from page readings and a given time alone. It is closed without a valid grant, with a
+missing, torn or foreign pulse, and while a production engine hangs. Once the
 grant is open and every pulse is present and fresh, the grant's law admits the step:
 
     slack        RoseMux's: the largest step that fits into production's slack; where none does, a
@@ -115,11 +115,12 @@ def decide(
     now_ns: int,
     chance: Callable[[], float] = random,
 ) -> StepDecision:
-    """The grant's law over all pulses of a slot.
+    """Decision of the grant's law over all pulses of a slot.
 
-    With `may_probe` (the last step is long enough ago) idle production admits one token against a
-    prediction by which not even a short step fits: it would never be corrected. A probe rests as a
-    step that arrivals wait for; a probe too long for the SLO is repeated ten minutes later.
+    `may_probe`: the last step is long enough ago for a probe, one token beside idle production
+    although not even a short step is predicted to fit. Without probes a wrong prediction would
+    never be corrected. A probe rests as a step that arrivals wait for; after one that was too long
+    for the SLO the next follows ten minutes later.
     """
     record = grant.record
     if record is None:

@@ -115,8 +115,8 @@ class LeastSquares:
     def _bounded(self, best: np.ndarray) -> list[float]:
         """The coefficients at or above their minima with the least squares; `best` without minima.
 
-        The solutions with each subset of the coefficients at its minimum, all at once: raising one
-        coefficient after the other leaves a sum that no observation supports, for good."""
+        Solves with every subset of the coefficients held at its minimum, and takes the best.
+        Holding one coefficient after the other may end at values that no observation supports."""
         systems = np.where(self._at_least[:, :, None], np.eye(len(best)), self._information)
         sides = np.where(self._at_least, self._least, self._information @ best)
         solved = np.linalg.solve(systems, sides[:, :, None])[:, :, 0]

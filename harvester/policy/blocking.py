@@ -1,4 +1,4 @@
-"""Observed share of a guest step that production waited for: for people to read, no decision.
+"""Observed share of a guest step that production waited for. For people; no decision uses it.
 
     share = (time between two tokens - predicted time of production alone) / guest's last step
 

@@ -1,4 +1,4 @@
-"""The range of each setting in which production stays protected, with the reason for its ends.
+"""The range of each setting in which production stays protected, with the reason for its limits.
 
 Settings beyond it are experiments, which an operator asks for by `unsafe_experiments`. Meaningless
 values (negative, not finite, contradictory) are refused by the settings themselves.

@@ -253,7 +253,7 @@ class ErrorBudget:
         return rate / (1 - settings.slo_target_ratio)
 
     def _rate_over(self, names: Sequence[str], minutes: int, baseline_minutes: int) -> float:
-        """Share of late granted ones that is not believed to be production's own."""
+        """Share of late ones among granted requests, beyond production's own believable share."""
         ring = self.state.minutes
         granted, late, *_ = ring.newest(names, minutes)
         if not any(late):

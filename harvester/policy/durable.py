@@ -1,9 +1,9 @@
 """State of a slot's policy that must outlive its process, and its move to another clock.
 
-All of it restrains harvesting, but for the seasons of the forecast. Pulses, the guest's page and
-leases are measured again within a beat. Times are monotonic seconds, which do not compare between
-boots, and a wall clock can be set: while no agent runs no time passes, so that no stop runs down
-and no miss grows old.
+All of it restrains harvesting, except the forecast's seasons. Pulses, the guest's page and leases
+are not kept: they are read again within a beat. Times are monotonic seconds, which do not compare
+between boots; a wall clock could be set. Time without an agent therefore does not count: no stop
+ends and no miss ages meanwhile.
 """
 
 from typing import TypeVar

@@ -1,6 +1,6 @@
 """The guards above the slack law, each on one slot's own latencies: level, error budget, proof.
 
-The slack law acts within each of the guest's steps; these judge what became of production.
+The slack law acts before each of the guest's steps; the guards judge production's latencies after.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Guards:
     ) -> bool:
         """Fold a beat's latencies into level and budget; True if the budget is overspent.
 
-        `beside_step`: whether the guest stepped in the time of that length, in s, before `now`.
+        `beside_step(s)`: whether the guest stepped within the last `s` seconds before `now`.
         """
         settings, memory = self._settings, self._memory
         ttft, itl, late = production.ttft, production.itl, production.itl_late

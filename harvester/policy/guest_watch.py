@@ -106,7 +106,7 @@ class GuestWatch:
         return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
 
     def silence(self, reading: GuestReading) -> str:
-        """The reason for the state of a guest that is away, as far as it is seen."""
+        """Why the guest is away, as far as its page and its processes show it."""
         fault, rank = reading.fault or "missing", ""
         if not reading.lives:
             return f"guest {fault}"
@@ -160,7 +160,7 @@ class GuestWatch:
         return f"production was lost or restarted {times} beside a stepping guest" if times else ""
 
     def _counted(self, before_s: list[float], now: float) -> tuple[list[float], str]:
-        """Recent times with `now`, and how many they are; "" below the limit."""
+        """Times within the window, `now` included, and their number as text; "" below the limit."""
         window_s = self._settings.quarantine_window_s
         times_s = [*[at_s for at_s in before_s if now - at_s < window_s], now]
         enough = len(times_s) >= self._settings.quarantine_losses

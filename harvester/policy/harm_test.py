@@ -75,17 +75,17 @@ _RISE_EVERY_S = 12 * 3600.0
 
 
 class RiseLimit(msgspec.Struct, kw_only=True):
-    """Evidence that a rise takes, in multiples of what it takes at first: one for all tests.
+    """Evidence that a suspicion of a rise needs, over that of the first one; common to all tests.
 
-    It rises with each suspicion and falls with time, so that load which comes and goes is suspected
-    a few times a day at most. A rise shows in one test after the other: while one is suspected, the
-    others have the limit that it had.
+    It rises with each suspicion and falls with time, so that load that comes and goes is suspected
+    a few times a day at most. A rise shows in one test after the other: while one test suspects it,
+    the limit of that suspicion holds for the others too.
     """
 
     ratio: float = 1.0
 
     def at(self, *, suspected: bool) -> float:
-        """The limit in force, while a rise is `suspected` or none."""
+        """The limit in force; `suspected`: some test suspects a rise now."""
         return max(1.0, self.ratio / _RISE_STRICTER) if suspected else self.ratio
 
     def observe(self, *, risen: bool, slice_s: float) -> None:

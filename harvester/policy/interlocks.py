@@ -57,7 +57,7 @@ class AcceleratorLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Both "" where all is well."""
+    """The reason for which the condition fires, or is unknown; both "" if neither holds."""
 
     fires: str = ""
     unknown: str = ""

@@ -1,11 +1,11 @@
-"""Production's own misses, apart from the budget: their coverage is tested without any charge.
+"""Production's own misses: their rate, and the highest rate that withheld slices leave believable.
 
-Their rate comes from slices withheld at random, more of them while the guest is new or under
-suspicion: a slice counts by the inverse of its chance, or the minutes of little withholding would
-be missing from production's own. Load swings last longer than a slice, so that all withheld slices
-may miss a swing. The spread of the per-minute miss rates, granted and withheld requests together,
-estimates this sampling error; few minutes, and few withheld slices among those with late requests,
-tell little of it. Lasting harm raises all minutes alike and adds no spread. Reads no clock.
+Slices are withheld at random, more of them while the guest is new or under suspicion. A slice
+counts by the inverse of its chance; otherwise minutes with few withheld slices would be missing
+from production's own rate. Load swings last longer than a slice, so that all withheld slices may
+miss a swing. The spread of the per-minute miss rates, granted and withheld requests together,
+estimates this sampling error; it is uncertain with few minutes, or few withheld slices among those
+with late requests. Lasting harm raises all minutes alike and adds no spread. Reads no clock.
 """
 
 import math

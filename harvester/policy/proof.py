@@ -220,12 +220,12 @@ class Proof:
 
     @property
     def _suspicion(self) -> float:
-        """Worth of the newest bet, at most, of all tests."""
+        """Largest worth that any test's newest bet has, in stakes."""
         wealths = *self.state.ttft.wealths, *self.state.itl.wealths
         return max(wealth.newest for wealth in wealths)
 
     def _share(self) -> float:
-        """More while nothing is known of the guest, and much more while it is under suspicion."""
+        """Share of slices to withhold: more for a new guest, most for a suspected one."""
         settings = self._settings
         if not settings.share_ratio:
             return 0.0

@@ -1,8 +1,8 @@
-"""How far outcomes were above an expected share, as quantiles: for any share, and near this one.
+"""Quantiles of residuals: how far outcomes were above an expected share.
 
 Residuals near a share of 0 or 1 lie on one side; residuals of a share that bursts are spread wide.
-So each is kept in the window of all and in the window of the nearest knot, and both count. Memory
-is bounded; the oldest residuals go first.
+Each residual is therefore kept twice, in a window of all shares and in the window of the nearest
+knot, and quantiles use both. Memory is bounded; the oldest residuals go first.
 """
 
 from array import array

@@ -26,8 +26,8 @@ _IMPACT_MEMORY_S = 12 * 3600.0
 
 class SliceSum(msgspec.Struct, kw_only=True):
     """Fading sums over slices of a kind: n samples of sum x, and products for the variance. Each
-    slice is weighed by the inverse of its chance to be of this kind: a quiet first half hour, of
-    which more is withheld, would else make production's own busy time the guest's."""
+    slice is weighed by the inverse of its chance to be of this kind. Otherwise a quiet first half
+    hour, of which more is withheld, would make later busy time look like the guest's harm."""
 
     slices: float = 0.0
     n: float = 0.0

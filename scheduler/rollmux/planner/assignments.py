@@ -2,9 +2,8 @@
 
 An assignment gives every member a mask of the group's nodes. Nodes have no names yet: two
 assignments that differ only in the numbering are one. The numbering gives lower numbers to members
-earlier in the list. Two members share all nodes of
-the narrower one or none: half a sharing makes both wait and spares less. Nothing here knows
-durations.
+earlier in the list. Two members share all nodes of the narrower one or none: with a partial overlap
+both wait and fewer nodes are saved. Durations do not matter here.
 """
 
 from collections.abc import Iterator

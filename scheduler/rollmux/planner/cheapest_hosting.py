@@ -96,7 +96,7 @@ class CheapestHosting:
         fits: Fits,
         admits: Admits,
     ) -> tuple[float, Hosting] | None:
-        """Cheapest assignment of one group's nodes that keeps every SLO, priced between the two."""
+        """Cheapest assignment of one group's nodes that keeps every SLO; `between`: its price."""
         least, below = between
         versions = tuple(candidates[one].version for one in members)
         known = self._cheapest.get(versions)

@@ -30,7 +30,7 @@ _DOUBTS_MAX = 4096
 
 @dataclass(slots=True)
 class _Doubt:
-    """One set of jobs in one group: its cheapest assignment that may still keep every SLO."""
+    """A set of jobs in one group: its cheapest assignment that is not known to break an SLO."""
 
     rest: Iterator[tuple[float, Masks, Masks]]
     price: float = _NONE
@@ -86,8 +86,8 @@ class PriceFloor:
         fits: Fits,
         admits: Admits,
     ) -> float:
-        """Lower bound of the set's price, after one forecast of its cheapest assignment in
-        doubt."""
+        """Lower bound of the set's price, after one forecast of its cheapest assignment without a
+        verdict."""
         members = tuple(at for at in range(len(candidates)) if mask >> at & 1)
         doubt = self._doubts.get(versions)
         if doubt is None:
