@@ -61,7 +61,7 @@ class Regrouping:
             return []
         jobs = [job for group in groups for job in group.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
-        candidates = [self._searched_job(job) for job in jobs]
+        candidates = [self._searched_job(job, groups) for job in jobs]
         before = sum(map(self._committed, groups))
         self._seen[key] = float("inf")
 
@@ -189,9 +189,11 @@ class Regrouping:
             least += self._table.price_of(*nodes)
         return least
 
-    def _searched_job(self, job: JobId) -> SearchedJob:
+    def _searched_job(self, job: JobId, groups: Sequence[GroupState]) -> SearchedJob:
         facts = self._packer.facts[job]
         rollout, training = self._packer.shares(facts)
+        home = next(at for at, group in enumerate(groups) if job in group.pinned)
+        masks = groups[home].masks(groups[home].pinned[job])
         return SearchedJob(
             facts.version,
             facts.spec.host_bytes,
@@ -199,6 +201,8 @@ class Regrouping:
             training,
             facts.rollout_nodes,
             facts.training_nodes,
+            1 << home,
+            *masks,
         )
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
