@@ -103,12 +103,12 @@ class PhaseClient:
         self._transport = transport
         if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
             raise ConfigError(f"job {terms.job}: {fault}")
-        self._declaration = _declaration(terms, harvesting=gateway is not None)
         self._gateway = None if gateway is None else gateway.of(terms.job)
         self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
         self._calls = RepeatedCalls(transport, self._clock, terms.job, timeout_s=timeout_s)
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._declaration = _declaration(terms, self._holder, harvesting=gateway is not None)
         self._on_move = on_move
         self._loading_s = 0.0
         self._leased_s = 0.0
@@ -309,11 +309,11 @@ class PhaseClient:
             self._loaded.release()
 
 
-def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Register:
+def _declaration(terms: JobTerms | JobSpec, holder: str, *, harvesting: bool) -> Submit | Register:
     """The job's first call; with `harvesting` its rollouts may use leases."""
     if isinstance(terms, JobSpec):
         harvesting |= terms.harvesting
-        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting))
+        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting), holder=holder)
     phases = tuple(map(leased_tail, terms.phases)) if harvesting else terms.phases
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
