@@ -304,9 +304,9 @@ class PhaseClient:
         self._place_again()
 
     def _place_again(self) -> None:
-        before, self.placement = self.placement, self._calls.place(self._declaration)
-        if self.placement is not None and self.placement != before:
-            self._loaded.release()
+        # A control that began anew does not know what is loaded.
+        self._loaded.release()
+        self.placement = self._calls.place(self._declaration)
 
 
 def _declaration(terms: JobTerms | JobSpec, holder: str, *, harvesting: bool) -> Submit | Register:

@@ -332,6 +332,31 @@ def test_a_new_process_of_a_job_starts_once_the_states_of_the_one_before_are_off
     assert said == ["offloaded", "rolls out"]
 
 
+class Restarted(Transport):
+    """A way to a control that may begin anew, without a state file."""
+
+    def __init__(self, control: EmbeddedControl) -> None:
+        self.control = control
+
+    def call(self, message: Call) -> Reply:
+        return self.control.call(message)
+
+
+def test_a_control_that_begins_anew_starts_no_job_beside_a_state_that_it_does_not_know() -> None:
+    said: list[str] = []
+    with EmbeddedControl(PATIENT) as first, EmbeddedControl(PATIENT) as anew:
+        way = Restarted(first)
+        a = PhaseClient(way, terms("a"), timeout_s=LONG_S)
+        a.resident(TRAINING, on_release=lambda: said.append("a is off"))
+        with a.phase(TRAINING):
+            pass
+        way.control = anew
+        # It is registered again and runs: the new control knows the process, not its states.
+        with a.phase(ROLLOUT), PhaseClient(anew, terms("b"), timeout_s=LONG_S).phase(TRAINING):
+            said.append("b trains")
+    assert said == ["a is off", "b trains"]
+
+
 def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
     transport = Answering()
     states = LoadedStates(transport, VirtualClock(), JobId("a"), "a.1")
