@@ -160,6 +160,8 @@ class PhaseClient:
         """
         if self._open is not None:
             raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+        # Before the wait: another thread of the process would be granted the same permit.
+        self._open = kind
         waits_s = self._clock.now()
         try:
             granted, asked_s = self._awaited(kind, cancelled or threading.Event())
@@ -167,9 +169,9 @@ class PhaseClient:
             # A permit that has come unseen goes with the wait, and its nodes to another job.
             self._loaded.release()
             self._calls.withdraw(self._holder)
+            self._open = None
             raise
         granted_s = self._clock.now()
-        self._open = kind
         permit = Permit(
             self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -483,6 +483,24 @@ def test_phases_of_one_job_do_not_nest(embedded: EmbeddedControl) -> None:
     phases = PhaseClient(embedded, terms("a"))
     with phases.phase(ROLLOUT), pytest.raises(ConfigError, match="must end"):
         phases.begin(TRAINING)
+
+
+def test_no_two_threads_of_a_job_run_under_one_permit() -> None:
+    with EmbeddedControl() as control, ThreadPoolExecutor(2) as pool:
+        a, b = (PhaseClient(control, terms(job), timeout_s=LONG_S) for job in "ab")
+        over = threading.Event()
+
+        def roll_out() -> None:
+            with a.phase(ROLLOUT):
+                over.wait(LONG_S)
+
+        with b.phase(ROLLOUT):
+            running = [pool.submit(roll_out) for _ in range(2)]
+            refused, _ = wait(running, timeout=LONG_S, return_when=FIRST_COMPLETED)
+        over.set()
+        (fault,) = [one.exception() for one in refused]
+        assert isinstance(fault, ConfigError)
+        assert "must end before" in str(fault)
 
 
 def test_a_phase_that_the_terms_do_not_name_is_an_error_and_no_wait(
