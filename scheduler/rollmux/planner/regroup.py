@@ -86,8 +86,13 @@ class Regrouping:
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
         # The search's results are kept by version, which leaves out credit: check it now.
-        owed = self._roster(jobs, slo_of=self._packer.slo_now)
-        if not all(judge.admits(owed.hosted(*one)) for one in hostings):
+        owed = self._roster(jobs, slo_of=self._packer.slo_beside_load)
+        joined = [
+            one
+            for one, (_, placements) in zip(hostings, matched, strict=True)
+            if not all(map(self._stays, placements))
+        ]
+        if not all(judge.admits(owed.hosted(*one)) for one in joined):
             return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
