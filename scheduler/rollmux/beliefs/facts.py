@@ -153,7 +153,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         self.version = next(_versions)
 
     def slo_ahead(self, now: float, *, delay_s: float = 0.0) -> float:
-        """As of a time at which it will have been delayed by `delay_s` more."""
+        """The largest slow-down ahead that its SLO allows, after `delay_s` more of delay."""
         return self.account.slo_ahead(
             now + delay_s,
             iteration_s=self.belief().iteration_s,

@@ -1,8 +1,8 @@
 """The cheapest way to host a few jobs, by exhaustive search.
 
 Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in
-order of price, until one keeps every SLO. Sets that contain a known failure are skipped. Of equal
-prices the one is taken by which most jobs keep their nodes, since each move costs minutes.
+order of price, until one keeps every SLO. Sets that contain a known failure are skipped. Among
+equal prices the hosting is taken by which most jobs keep their nodes: each move costs minutes.
 Exponential: for the jobs of two or three groups.
 """
 
@@ -137,8 +137,8 @@ class CheapestHosting:
         between: tuple[float, float],
         fits: Fits,
     ) -> Iterator[tuple[float, Masks, Masks]]:
-        """Assignments, by rising price, that memory, shares and known pairs allow; of equal prices
-        first those by which most members keep their nodes.
+        """Assignments, by rising price, that memory, shares and known pairs allow; equal prices by
+        falling number of members that keep their nodes.
 
         Every member shares a node with another: a job apart costs as much in a group of its own,
         which was tried.

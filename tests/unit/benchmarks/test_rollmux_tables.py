@@ -73,7 +73,7 @@ def test_the_parts_of_a_result_are_tables(
     }
     found = dict(tables(result))
     assert [*found] == ["quality", "drift, mixed", "worlds", "arms"]
-    # What --arm gives is read as the mixes are.
+    # The table of --arm reads as those of the mixes do.
     assert found["arms"] == found["quality"]
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))

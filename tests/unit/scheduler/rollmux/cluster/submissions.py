@@ -107,7 +107,7 @@ class Control:
         return Control(config or self.config, clock=self.clock, **self.kept)
 
     def submit(self, *given: JobSpec) -> list[Any]:
-        """By the jobs' processes."""
+        """Submits as the jobs' processes do."""
         return [self.service.call(Submit(spec=each, holder=f"{each.job}.1")) for each in given]
 
     def submit_by_hand(self, *given: JobSpec) -> list[Any]:

@@ -118,7 +118,7 @@ def test_a_refused_pair_is_never_hosted_together() -> None:
 
 
 def _in_groups(*homes: int) -> list[SearchedJob]:
-    """Jobs that share both nodes of their group, one home a job."""
+    """Jobs that share both nodes of their groups."""
     return [
         SearchedJob(at, 10, 0.1, 0.1, home=1 << home, rollout_mask=1, training_mask=2)
         for at, home in enumerate(homes)
@@ -133,7 +133,7 @@ def _in_groups(*homes: int) -> list[SearchedJob]:
         ((0, 1, 0, 2), {(0, 2), (1, 3)}),
     ],
 )
-def test_of_equal_prices_most_jobs_keep_their_nodes(
+def test_most_jobs_keep_their_nodes_among_equal_prices(
     homes: tuple[int, ...], together: set[tuple[int, ...]]
 ) -> None:
     found = _in_groups(*homes)
