@@ -46,7 +46,10 @@ def tables(result: Figures) -> Iterator[tuple[str, str]]:
     if "worlds" in result:
         yield "worlds", arms_table(result["worlds"], measure=None)
     if "arms" in result:
-        yield "arms", arms_table(result["arms"], measure=None)
+        yield (
+            "arms",
+            arms_table(result["arms"], measure="ours" if "ours" in result["arms"] else None),
+        )
 
 
 def arms_table(arms: Mapping[str, Figures], *, measure: str | None) -> str:

@@ -152,9 +152,10 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         self.in_force = belief
         self.version = next(_versions)
 
-    def slo_ahead(self, now: float) -> float:
+    def slo_ahead(self, now: float, *, delay_s: float = 0.0) -> float:
+        """The largest slow-down ahead that its SLO allows, after `delay_s` more of delay."""
         return self.account.slo_ahead(
-            now,
+            now + delay_s,
             iteration_s=self.belief().iteration_s,
             under_way_s=self._under_way_s(now),
             drifts=self.drifts,

@@ -80,12 +80,13 @@ class ClusterPolicy:
                 fault = f"{given.host_bytes} bytes do not fit on a {pool} node of {host_bytes}"
         return fault
 
-    def submit(self, given: JobSpec, *, now: float) -> None:
-        """Places a job; a known one comes again when it restarts or has left its old nodes."""
+    def submit(self, given: JobSpec, *, now: float, holder: str = "") -> None:
+        """Places a job; a known one's process comes again when it restarts or has left its old
+        nodes."""
         placed = self.placements.get(given.job)
         if placed is None:
             self.arrivals += 1
-            placed = JobPlacement(spec=given, number=self.arrivals, submitted_s=now)
+            placed = JobPlacement(spec=given, number=self.arrivals, submitted_s=now, holder=holder)
             self.placements[given.job] = placed
             self.unsaved.add(given.job)
             try:
@@ -96,8 +97,10 @@ class ClusterPolicy:
                     self.end_job(given.job, now=now)
                 raise
             return
-        if placed.changed:
-            placed.changed = False
+        if not holder:
+            return
+        if placed.changed or placed.holder != holder:
+            placed.changed, placed.holder = False, holder
             self.unsaved.add(given.job)
         permit = self._permits.permit(given.job)
         # An earlier process of the job may still run there.

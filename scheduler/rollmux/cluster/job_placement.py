@@ -50,9 +50,8 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     """Reason for the present placement, the move or the wait."""
     iterations: int = 0
     moves: int = 0
-    has_process: bool = False
-    """Whether a process repeated its submission while it waited: it is gone once that stops. A job
-    that was submitted once stays in the queue."""
+    holder: str = ""
+    """Process that submitted it last. A job that only an operator submitted stays in the queue."""
 
     @property
     def job(self) -> JobId:

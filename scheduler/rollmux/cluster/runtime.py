@@ -14,7 +14,7 @@ from scheduler.model import Completion, PhaseKind
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
+from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.permit_updates import Removal
 from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
 from scheduler.rollmux.permits.completion import SEEN_MIN
@@ -111,7 +111,7 @@ class PhaseRuntime:
         self._record_call(event, now)
         match event:
             case Submit():
-                self.cluster.submit(event.spec, now=now)
+                self.cluster.submit(event.spec, now=now, holder=event.holder)
             case NodeReport():
                 self.cluster.report_node(event.node, failed=event.failed, now=now)
             case Forget(job=job) if job in self.cluster.placements:
@@ -119,7 +119,7 @@ class PhaseRuntime:
             case Register(terms=terms):
                 reason = "this control plans: submit the job, and it is placed"
                 self._effects.append(Refuse(job=terms.job, reason=reason))
-            case Withdraw(job=job) if self._queued(job) is not None:
+            case Withdraw(job=job) if self._queued_by(job) == event.holder:
                 self.cluster.end_job(job, now=now)
             case Enter():
                 self._request(event, now)
@@ -210,11 +210,6 @@ class PhaseRuntime:
     def _record_call(self, event: RuntimeEvent, now: float) -> None:
         match event:
             case Submit(spec=given):
-                since_s = now - self._last_call_s.get(given.job, float("-inf"))
-                queued = self._queued(given.job)
-                if queued and not queued.has_process and since_s <= self.config.permits.lease_s:
-                    queued.has_process = True
-                    self.cluster.unsaved.add(given.job)
                 self._last_call_s[given.job] = now
             case Enter() | Withdraw() | Beat() | Leave() | Unloaded() if (
                 event.job in self.cluster.placements
@@ -225,17 +220,18 @@ class PhaseRuntime:
             case _:
                 pass
 
-    def _queued(self, job: JobId) -> JobPlacement | None:
+    def _queued_by(self, job: JobId) -> str | None:
+        """The process that waits for the job's placement; None if the job waits for none."""
         placed = self.cluster.placements.get(job)
-        return placed if placed and placed.stage is PlacementStage.QUEUED else None
+        return placed.holder if placed and placed.stage is PlacementStage.QUEUED else None
 
     def _silent(self, now: float) -> list[JobId]:
-        """Jobs that have been silent longer than `gone_s`; one that waits for a placement and never
-        repeated its submission may be silent."""
+        """Jobs that have been silent longer than `gone_s`; one that waits for a placement and has
+        no process may be silent."""
         calling = [
             job
             for job, placed in self.cluster.placements.items()
-            if placed.has_process or placed.stage is not PlacementStage.QUEUED
+            if placed.holder or placed.stage is not PlacementStage.QUEUED
         ]
         self._last_call_s = {job: self._last_call_s.get(job, now) for job in calling}
         return [job for job in calling if now - self._last_call_s[job] > self.config.cluster.gone_s]

@@ -18,6 +18,8 @@ class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
     """Repeated by a known job's process that restarts, or that has left its old nodes."""
 
     spec: JobSpec
+    holder: str = ""
+    """Process of the job; empty: an operator submits the job, or asks where it is."""
 
 
 class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):

@@ -103,12 +103,12 @@ class PhaseClient:
         self._transport = transport
         if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
             raise ConfigError(f"job {terms.job}: {fault}")
-        self._declaration = _declaration(terms, harvesting=gateway is not None)
         self._gateway = None if gateway is None else gateway.of(terms.job)
         self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
         self._calls = RepeatedCalls(transport, self._clock, terms.job, timeout_s=timeout_s)
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._declaration = _declaration(terms, self._holder, harvesting=gateway is not None)
         self._on_move = on_move
         self._loading_s = 0.0
         self._leased_s = 0.0
@@ -160,6 +160,8 @@ class PhaseClient:
         """
         if self._open is not None:
             raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+        # Before the wait: another thread of the process would be granted the same permit.
+        self._open = kind
         waits_s = self._clock.now()
         try:
             granted, asked_s = self._awaited(kind, cancelled or threading.Event())
@@ -167,9 +169,9 @@ class PhaseClient:
             # A permit that has come unseen goes with the wait, and its nodes to another job.
             self._loaded.release()
             self._calls.withdraw(self._holder)
+            self._open = None
             raise
         granted_s = self._clock.now()
-        self._open = kind
         permit = Permit(
             self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )
@@ -304,16 +306,16 @@ class PhaseClient:
         self._place_again()
 
     def _place_again(self) -> None:
-        before, self.placement = self.placement, self._calls.place(self._declaration)
-        if self.placement is not None and self.placement != before:
-            self._loaded.release()
+        # A control that began anew does not know what is loaded.
+        self._loaded.release()
+        self.placement = self._calls.place(self._declaration)
 
 
-def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Register:
+def _declaration(terms: JobTerms | JobSpec, holder: str, *, harvesting: bool) -> Submit | Register:
     """The job's first call; with `harvesting` its rollouts may use leases."""
     if isinstance(terms, JobSpec):
         harvesting |= terms.harvesting
-        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting))
+        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting), holder=holder)
     phases = tuple(map(leased_tail, terms.phases)) if harvesting else terms.phases
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 

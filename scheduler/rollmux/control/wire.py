@@ -227,6 +227,8 @@ def checked(call: Call) -> Call:
         case Submit(spec=given):
             job = given.job
             checked_name(given.tenant, what="tenant")
+            if call.holder:
+                checked_name(call.holder, what="holder")
         case _:
             job = call.job
     checked_name(job, what="job")

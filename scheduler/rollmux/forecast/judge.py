@@ -37,9 +37,9 @@ class Judge:
     def tail(self, facts: JobFacts) -> TailShape:
         return facts.tail
 
-    def slo(self, facts: JobFacts, *, now: float) -> float:
+    def slo(self, facts: JobFacts, *, now: float, delay_s: float = 0.0) -> float:
         """Largest slow-down that co-located jobs may cause; never more than the job's SLO."""
-        return min(facts.account.slo, facts.slo_ahead(now))
+        return min(facts.account.slo, facts.slo_ahead(now, delay_s=delay_s))
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:  # noqa: ARG002 - of baselines
         """Whether an existing group is considered for another job at all."""

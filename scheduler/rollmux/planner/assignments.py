@@ -6,7 +6,7 @@ earlier in the list. Two members share all nodes of the narrower one or none: wi
 both wait and fewer nodes are saved. Durations do not matter here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -54,6 +54,11 @@ def without(masks: Masks, at: int) -> Masks:
         sum(1 << node for node, residents in enumerate(kept) if residents >> member & 1)
         for member in range(len(rest))
     )
+
+
+def sharing(masks: Sequence[int]) -> int:
+    """Pairs of members that share nodes, as a mask in the order of `combinations`."""
+    return sum(1 << at for at, (a, b) in enumerate(combinations(masks, 2)) if a & b)
 
 
 def _whole(mask: int, other: int) -> bool:
@@ -104,7 +109,6 @@ class AssignmentTable:
 @cache
 def table(widths: Widths) -> AssignmentTable:
     choices = assignments(widths)
-    pairs = list(combinations(range(len(widths)), 2))
     most = max(node_count(masks) for masks in choices)
     residents = np.zeros((len(choices), most), dtype=np.int64)
     for at, masks in enumerate(choices):
@@ -114,13 +118,7 @@ def table(widths: Widths) -> AssignmentTable:
         choices=choices,
         nodes=np.array([node_count(masks) for masks in choices], dtype=np.int64),
         residents=residents,
-        sharing=np.array(
-            [
-                sum(1 << pair for pair, (i, j) in enumerate(pairs) if masks[i] & masks[j])
-                for masks in choices
-            ],
-            dtype=np.int64,
-        ),
+        sharing=np.array([sharing(masks) for masks in choices], dtype=np.int64),
         widths=widths,
     )
 

@@ -1,13 +1,16 @@
 """The cheapest way to host a few jobs, by exhaustive search.
 
 Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in
-order of price, until one keeps every SLO. Sets that contain a known failure are skipped.
+order of price, until one keeps every SLO. Sets that contain a known failure are skipped. Among
+equal prices the hosting is taken by which most jobs keep their nodes: each move costs minutes.
 Exponential: for the jobs of two or three groups.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
+from itertools import combinations
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +18,15 @@ import numpy.typing as npt
 
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.planner.assignments import Masks, affordable, connected, table
+from scheduler.rollmux.planner.assignments import (
+    Masks,
+    affordable,
+    connected,
+    sharing,
+    table,
+)
 from scheduler.rollmux.planner.group_table import NodeType
-from scheduler.rollmux.planner.verdicts import Admits, Hosting, VerdictCache
+from scheduler.rollmux.planner.verdicts import Admits, Hosting, VerdictCache, Versions
 
 
 class SearchedJob(NamedTuple):
@@ -29,6 +38,11 @@ class SearchedJob(NamedTuple):
     training_share: float
     rollout_nodes: int = 1
     training_nodes: int = 1
+    home: int = 0
+    """Bit of its present group; 0: it is in none."""
+    rollout_mask: int = 0
+    training_mask: int = 0
+    """Its present nodes, within its group."""
 
 
 class _Cheapest(NamedTuple):
@@ -41,8 +55,10 @@ class _Cheapest(NamedTuple):
     training: Masks
 
 
-Found = tuple[float, tuple[Hosting, ...]]
-"""A price and the groups that have it."""
+Found = tuple[float, int, tuple[Hosting, ...]]
+"""A price, the number of jobs that keep their nodes, and the groups that have it."""
+Sharing = tuple[int, int, int]
+"""Masks of pairs, in the order of `combinations`."""
 Fits = Sequence[npt.NDArray[np.bool_]]
 """Per pool, `[candidates as a mask]`: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
@@ -69,7 +85,7 @@ class CheapestHosting:
     types: dict[Pool, NodeType]
     group_jobs: int = 5
     verdicts: VerdictCache = field(default_factory=VerdictCache)
-    _cheapest: dict[tuple[int, ...], _Cheapest] = field(default_factory=dict)
+    _cheapest: dict[tuple[Versions, Sharing], _Cheapest] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Frees results kept by version, most of which are outdated by then."""
@@ -86,7 +102,7 @@ class CheapestHosting:
         known = bounds or Bounds.none(len(candidates))
         fits = [self.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         found = _Search(self, candidates, admits, known, fits).cheapest()
-        return found[0], list(found[1])
+        return found[0], list(found[2])
 
     def together(
         self,
@@ -99,7 +115,8 @@ class CheapestHosting:
         """Cheapest assignment of one group's nodes that keeps every SLO; `between`: its price."""
         least, below = between
         versions = tuple(candidates[one].version for one in members)
-        known = self._cheapest.get(versions)
+        key = versions, present_sharing(candidates, members)
+        known = self._cheapest.get(key)
         if known is None or (known.price == _NONE and known.below < below):
             since = least if known is None else max(least, known.below)
             known = _Cheapest(below, _NONE, (), ())
@@ -108,7 +125,7 @@ class CheapestHosting:
                 if self.verdicts.admitted(versions, hosting, admits):
                     known = _Cheapest(below, price, rollout, training)
                     break
-            self._cheapest[versions] = known
+            self._cheapest[key] = known
         if known.price < below - _CENT:
             return known.price, Hosting(members, known.rollout, known.training)
         return None
@@ -120,7 +137,8 @@ class CheapestHosting:
         between: tuple[float, float],
         fits: Fits,
     ) -> Iterator[tuple[float, Masks, Masks]]:
-        """Assignments, by rising price, that memory, shares and known pairs allow.
+        """Assignments, by rising price, that memory, shares and known pairs allow; equal prices by
+        falling number of members that keep their nodes.
 
         Every member shares a node with another: a job apart costs as much in a group of its own,
         which was tried.
@@ -138,7 +156,9 @@ class CheapestHosting:
             self._prices,
             (least - _CENT, below - _CENT),
         )
-        order = np.argsort(prices, kind="stable")
+        home, rollout, training = present_sharing(candidates, members)
+        alike = home & ~(left.sharing[rows] ^ rollout) & ~(right.sharing[columns] ^ training)
+        order = np.lexsort((-_largest(len(members))[alike], prices))
         return (
             (price, left.choices[row], right.choices[column])
             for price, row, column in zip(
@@ -164,7 +184,7 @@ class CheapestHosting:
 
 @dataclass(slots=True)
 class _Search:
-    """Branch and bound over the partitions of the jobs into groups. Among equal prices it finds the
+    """Branch and bound over the partitions of the jobs into groups. Among equals it finds the
     hosting that a search without bounds would find first."""
 
     by: CheapestHosting
@@ -172,50 +192,95 @@ class _Search:
     admits: Admits
     bounds: Bounds
     fits: Fits
-    _found: dict[int, Found] = field(default_factory=dict)
+    _found: dict[tuple[int, int], Found] = field(default_factory=dict)
+    """Per mask of jobs and of the present groups that no other hosting goes on in."""
     _above: dict[int, float] = field(default_factory=dict)
     """Lower bound of the price of each mask."""
 
     def cheapest(self) -> Found:
-        found = self._within((1 << len(self.candidates)) - 1, self.bounds.price)
+        homes = reduce(or_, (one.home for one in self.candidates), 0)
+        found = self._within((1 << len(self.candidates)) - 1, homes, self.bounds.price)
         if found is None:
             raise AssertionError("a bound was above the bounded value")
         return found
 
-    def _within(self, mask: int, at_most: float) -> Found | None:
+    def _within(self, mask: int, homes: int, at_most: float) -> Found | None:
         """The cheapest hosting of these jobs; None if it costs more than `at_most`."""
         if mask == 0:
-            return 0.0, ()
-        found = self._found.get(mask)
+            return 0.0, 0, ()
+        found = self._found.get((mask, homes))
         if found is None and at_most > self._above.get(mask, 0.0):
-            found = self._looked_for(mask, at_most)
+            found = self._looked_for(mask, homes, at_most)
             if found is None:
                 self._above[mask] = at_most
             else:
-                self._found[mask] = found
+                self._found[mask, homes] = found
         return found if found is not None and found[0] <= at_most + _CENT else None
 
-    def _looked_for(self, mask: int, at_most: float) -> Found | None:
-        least = self.bounds.any_hosting
-        price, hostings = _NONE, tuple[Hosting, ...]()
-        for part in _parts_with_lowest(mask):
-            rest = mask ^ part
-            if least[part] + least[rest] > min(at_most + _CENT, price - _CENT):
-                continue
-            one = self._within(part, at_most - least[rest])
-            other = None if one is None else self._within(rest, at_most - one[0])
-            if one is not None and other is not None and one[0] + other[0] < price - _CENT:
-                price, hostings = one[0] + other[0], one[1] + other[1]
-                at_most = min(at_most, price)
+    def _looked_for(self, mask: int, homes: int, at_most: float) -> Found | None:
+        best: Found | None = None
         # Separate groups are preferred to a joint group of equal cost.
-        below = min(price, at_most + 2 * _CENT)
-        if mask.bit_count() <= self.by.group_jobs and self.bounds.one_group[mask] < below - _CENT:
-            members = tuple(at for at in range(len(self.candidates)) if mask >> at & 1)
-            between = (float(self.bounds.one_group[mask]), below)
-            group = self.by.together(self.candidates, members, between, self.fits, self.admits)
-            if group is not None:
-                return group[0], (group[1],)
-        return None if price == _NONE else (price, hostings)
+        for part in (*_parts_with_lowest(mask), mask):
+            rest = mask ^ part
+            group = self._group(part, at_most - self.bounds.any_hosting[rest])
+            if group is None:
+                continue
+            price, hosting = group
+            for home, staying in self._homes(hosting, homes):
+                other = self._within(rest, homes & ~home, at_most - price)
+                if other is None:
+                    break
+                found = (price + other[0], staying + other[1], (hosting, *other[2]))
+                if best is None or (_cents(found[0]), -found[1]) < (_cents(best[0]), -best[1]):
+                    best, at_most = found, min(at_most, found[0])
+        return best
+
+    def _group(self, part: int, at_most: float) -> tuple[float, Hosting] | None:
+        """The jobs as one group, at its price."""
+        least = float(self.bounds.one_group[part])
+        if part.bit_count() > self.by.group_jobs or least > at_most + _CENT:
+            return None
+        members = tuple(at for at in range(len(self.candidates)) if part >> at & 1)
+        between = (least, at_most + 2 * _CENT)
+        return self.by.together(self.candidates, members, between, self.fits, self.admits)
+
+    def _homes(self, hosting: Hosting, homes: int) -> list[tuple[int, int]]:
+        """Present groups, of `homes`, on whose nodes the hosting may go on, and how many members
+        stay; last, none."""
+        members, rollout, training = hosting
+        own = [self.candidates[one].home for one in members]
+        _, *now = present_sharing(self.candidates, members)
+        alike = ~(sharing(rollout) ^ now[0]) & ~(sharing(training) ^ now[1])
+        most = _largest(len(members))
+        found = [
+            (home, int(most[alike & sharing([one & home for one in own])]))
+            for home in sorted({one & homes for one in own} - {0})
+        ]
+        return [*found, (0, 0)]
+
+
+def present_sharing(candidates: Sequence[SearchedJob], members: Sequence[int]) -> Sharing:
+    """Pairs of members in one group now, and those that share rollout and training nodes."""
+    jobs = [candidates[one] for one in members]
+    home = sharing([one.home for one in jobs])
+    rollout = sharing([one.rollout_mask for one in jobs])
+    return home, rollout, sharing([one.training_mask for one in jobs])
+
+
+@cache
+def _largest(count: int) -> npt.NDArray[np.int64]:
+    """`[pairs as a mask]`: most of so many members of which all pairs are in the mask."""
+    pairs = list(combinations(range(count), 2))
+    found = np.ones(1 << len(pairs), dtype=np.int64)
+    for size in range(2, count + 1):
+        for members in combinations(range(count), size):
+            inside = sum(1 << at for at, pair in enumerate(pairs) if {*pair} <= {*members})
+            found[np.arange(len(found)) & inside == inside] = size
+    return found
+
+
+def _cents(price: float) -> int:
+    return round(price / _CENT)
 
 
 @cache

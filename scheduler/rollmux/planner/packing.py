@@ -78,6 +78,9 @@ class Packer:
         self.index = GroupIndex(group_jobs=limits.group_jobs)
         self.now_s = 0.0
         """Time of the present question; credit depends on it."""
+        self.load_s = 0.0
+        """Time for which a job in question loads on its new nodes, under its permits: it and the
+        jobs beside it are delayed by that."""
 
     def refresh(self, group: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
@@ -108,6 +111,10 @@ class Packer:
     def slo_now(self, facts: JobFacts) -> float:
         """Largest slow-down that co-located jobs may cause now; never more than the SLO."""
         return self.judge.slo(facts, now=self.now_s)
+
+    def slo_beside_load(self, facts: JobFacts) -> float:
+        """The same where a job comes to the nodes."""
+        return self.judge.slo(facts, now=self.now_s, delay_s=self.load_s)
 
     def slo_ahead(self, facts: JobFacts) -> float:
         """Largest slow-down that co-located jobs may cause ahead, spending the spare credit."""
@@ -174,7 +181,7 @@ class Packer:
 
     def admits(self, opening: Opening) -> bool:
         """Whether every job in the group keeps its SLO with the opening taken."""
-        occupants = self.occupants(opening.widened, slo_of=self.slo_now)
+        occupants = self.occupants(opening.widened, slo_of=self.slo_beside_load)
         return self.judge.admits(Roster.of(occupants))
 
     def isolated(self, job: JobId) -> Opening:

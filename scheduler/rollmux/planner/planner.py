@@ -87,8 +87,8 @@ class GroupPlanner:
 
         `submitted_s` is the time at which the job began to wait for nodes; None: it did not wait.
         """
-        self.packer.now_s = now
         config = self.config
+        self.packer.now_s, self.packer.load_s = now, config.cold_start_s
         began_s = submitted_s if config.slo_counts_queueing else None
         facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
         facts.recall(accelerators=config.accelerators)
@@ -159,7 +159,7 @@ class GroupPlanner:
 
     def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
         """The node is gone, with the current iteration of every job pinned to it."""
-        self.packer.now_s = now
+        self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if node not in self.table.nodes:
             return ()
         if self.config.resubmits:
@@ -168,7 +168,7 @@ class GroupPlanner:
 
     def review(self, *, now: float) -> tuple[GroupEffect, ...]:
         """Looks for SLOs at risk and for nodes that could be spared."""
-        self.packer.now_s = now
+        self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if not self.config.moves:
             return ()
         effects: list[GroupEffect] = []

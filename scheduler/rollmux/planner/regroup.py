@@ -61,7 +61,7 @@ class Regrouping:
             return []
         jobs = [job for group in groups for job in group.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
-        candidates = [self._searched_job(job) for job in jobs]
+        candidates = [self._searched_job(job, groups) for job in jobs]
         before = sum(map(self._committed, groups))
         self._seen[key] = float("inf")
 
@@ -86,8 +86,13 @@ class Regrouping:
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
         # The search's results are kept by version, which leaves out credit: check it now.
-        owed = self._roster(jobs, slo_of=self._packer.slo_now)
-        if not all(judge.admits(owed.hosted(*one)) for one in hostings):
+        owed = self._roster(jobs, slo_of=self._packer.slo_beside_load)
+        joined = [
+            one
+            for one, (_, placements) in zip(hostings, matched, strict=True)
+            if not all(map(self._stays, placements))
+        ]
+        if not all(judge.admits(owed.hosted(*one)) for one in joined):
             return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
@@ -189,9 +194,11 @@ class Regrouping:
             least += self._table.price_of(*nodes)
         return least
 
-    def _searched_job(self, job: JobId) -> SearchedJob:
+    def _searched_job(self, job: JobId, groups: Sequence[GroupState]) -> SearchedJob:
         facts = self._packer.facts[job]
         rollout, training = self._packer.shares(facts)
+        home = next(at for at, group in enumerate(groups) if job in group.pinned)
+        masks = groups[home].masks(groups[home].pinned[job])
         return SearchedJob(
             facts.version,
             facts.spec.host_bytes,
@@ -199,6 +206,8 @@ class Regrouping:
             training,
             facts.rollout_nodes,
             facts.training_nodes,
+            1 << home,
+            *masks,
         )
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:

@@ -165,7 +165,7 @@ class WorstCase(Judge):
     def tail(self, facts: JobFacts) -> TailShape:  # noqa: ARG002
         return self.planned_tail
 
-    def slo(self, facts: JobFacts, *, now: float) -> float:  # noqa: ARG002
+    def slo(self, facts: JobFacts, *, now: float, delay_s: float = 0.0) -> float:  # noqa: ARG002
         return facts.account.slo
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:

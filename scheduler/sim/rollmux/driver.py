@@ -190,7 +190,10 @@ class Driver:
         leaves_s = self._disruptions.leaves_at_s(one, self._world)
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
-        self._send(Submit(spec=spec_of(one, self._world)))
+        self._submit(worker)
+
+    def _submit(self, worker: Worker) -> None:
+        self._send(Submit(spec=spec_of(worker.one, self._world), holder=worker.job))
 
     def _admitted(self, worker: Worker) -> None:
         """The job is on its present nodes: their host memory is its, and its phases load there."""
@@ -200,7 +203,7 @@ class Driver:
         if placed.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
         if placed.changed:
-            self._send(Submit(spec=spec_of(worker.one, self._world)))
+            self._submit(worker)
         nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
         worker.stage, worker.resident = WorkerStage.WAITING, worker.resident & nodes
@@ -210,7 +213,7 @@ class Driver:
         """Submits the job again: it learns its present placement and moves its state there."""
         worker.stage = WorkerStage.BETWEEN
         self._unload(worker)
-        self._send(Submit(spec=spec_of(worker.one, self._world)))
+        self._submit(worker)
         self._admitted(worker)
 
     def _ask(self, worker: Worker) -> None:
@@ -309,7 +312,7 @@ class Driver:
             self.ledger.write(self._now, "left", job=worker.job)
             self._unload(worker)
             worker.stage = WorkerStage.BETWEEN
-            self._send(Submit(spec=spec_of(worker.one, self._world)))
+            self._submit(worker)
         else:
             self._ask(worker)
 

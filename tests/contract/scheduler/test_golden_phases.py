@@ -94,12 +94,13 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
                 phases=(PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=9.0),),
                 slo=1.5,
                 host_bytes=7,
-            )
+            ),
+            holder="h",
         ),
         (
             b'{"type":"submit","spec":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
             b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
-            b'"default","harvesting":false}}'
+            b'"default","harvesting":false},"holder":"h"}'
         ),
     ),
     ("node", NodeReport(node=NODES[0], failed=True), b'{"type":"node","node":"n","failed":true}'),

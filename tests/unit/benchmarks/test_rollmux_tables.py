@@ -69,8 +69,12 @@ def test_the_parts_of_a_result_are_tables(
         "quality": {"arms": arms},
         "drift": {"mixed": {"arms": {"ours": arms["ours"], "hourly": arms["rollmux_paper"]}}},
         "worlds": {"sync": arms["ours"]},
+        "arms": arms,
     }
-    assert [name for name, _ in tables(result)] == ["quality", "drift, mixed", "worlds"]
+    found = dict(tables(result))
+    assert [*found] == ["quality", "drift, mixed", "worlds", "arms"]
+    # The table of --arm reads as those of the mixes do.
+    assert found["arms"] == found["quality"]
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
     monkeypatch.setattr(sys, "argv", ["tables", str(path)])

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -332,6 +332,31 @@ def test_a_new_process_of_a_job_starts_once_the_states_of_the_one_before_are_off
     assert said == ["offloaded", "rolls out"]
 
 
+class Restarted(Transport):
+    """A way to a control that may begin anew, without a state file."""
+
+    def __init__(self, control: EmbeddedControl) -> None:
+        self.control = control
+
+    def call(self, message: Call) -> Reply:
+        return self.control.call(message)
+
+
+def test_a_control_that_begins_anew_starts_no_job_beside_a_state_that_it_does_not_know() -> None:
+    said: list[str] = []
+    with EmbeddedControl(PATIENT) as first, EmbeddedControl(PATIENT) as anew:
+        way = Restarted(first)
+        a = PhaseClient(way, terms("a"), timeout_s=LONG_S)
+        a.resident(TRAINING, on_release=lambda: said.append("a is off"))
+        with a.phase(TRAINING):
+            pass
+        way.control = anew
+        # It is registered again and runs: the new control knows the process, not its states.
+        with a.phase(ROLLOUT), PhaseClient(anew, terms("b"), timeout_s=LONG_S).phase(TRAINING):
+            said.append("b trains")
+    assert said == ["a is off", "b trains"]
+
+
 def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
     transport = Answering()
     states = LoadedStates(transport, VirtualClock(), JobId("a"), "a.1")
@@ -458,6 +483,24 @@ def test_phases_of_one_job_do_not_nest(embedded: EmbeddedControl) -> None:
     phases = PhaseClient(embedded, terms("a"))
     with phases.phase(ROLLOUT), pytest.raises(ConfigError, match="must end"):
         phases.begin(TRAINING)
+
+
+def test_no_two_threads_of_a_job_run_under_one_permit() -> None:
+    with EmbeddedControl() as control, ThreadPoolExecutor(2) as pool:
+        a, b = (PhaseClient(control, terms(job), timeout_s=LONG_S) for job in "ab")
+        over = threading.Event()
+
+        def roll_out() -> None:
+            with a.phase(ROLLOUT):
+                over.wait(LONG_S)
+
+        with b.phase(ROLLOUT):
+            running = [pool.submit(roll_out) for _ in range(2)]
+            refused, _ = wait(running, timeout=LONG_S, return_when=FIRST_COMPLETED)
+        over.set()
+        (fault,) = [one.exception() for one in refused]
+        assert isinstance(fault, ConfigError)
+        assert "must end before" in str(fault)
 
 
 def test_a_phase_that_the_terms_do_not_name_is_an_error_and_no_wait(

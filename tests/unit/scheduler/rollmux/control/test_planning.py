@@ -377,7 +377,8 @@ def test_a_failed_free_node_is_given_to_no_job() -> None:
 
 def test_a_silent_placed_job_gives_its_nodes_back() -> None:
     control = Control(cluster("r0", "t0", gone_s=300.0))
-    control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    control.submit(submission("a", slo=1.0))
+    control.submit_by_hand(submission("b", slo=1.0))
     control.runs("a")
     control.pass_time(240.0, beats="a")
     assert control.at("a")
@@ -402,10 +403,10 @@ def test_a_queued_job_whose_process_is_gone_leaves_the_queue() -> None:
     control = Control(cluster("r0", "t0", gone_s=300.0))
     control.submit(submission("a", slo=1.0))
     queued = {name: submission(name, slo=1.0) for name in ("by-hand", "ghost", "cancelled")}
-    control.submit(*queued.values())
-    for _ in range(3):
+    for _ in range(2):
+        control.submit_by_hand(queued["by-hand"])
         control.pass_time(1.0)
-        control.submit(queued["ghost"], queued["cancelled"])
+    control.submit(queued["ghost"], queued["cancelled"])
     control.service.call(Withdraw(job=JobId("cancelled"), holder="cancelled.1"))
     assert JobId("cancelled") not in control.service.cluster.placements
     for _ in range(6):
@@ -413,6 +414,31 @@ def test_a_queued_job_whose_process_is_gone_leaves_the_queue() -> None:
         control.pass_time(60.0, beats="a")
         control.leave("a")
     assert set(control.service.cluster.placements) == {"a", "by-hand"}
+
+
+def test_a_process_that_gives_up_leaves_its_place_to_the_one_that_followed_it() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=1.0), submission("b", slo=1.0), submission("c", slo=1.0))
+    control.service.call(Submit(spec=submission("b", slo=1.0), holder="b.2"))
+    control.service.call(Withdraw(job=JobId("b"), holder="b.1"))
+    control.service.call(Forget(job=JobId("a")))
+    assert control.at("b") == (names("r0"), names("t0"))
+
+
+def test_a_submission_by_hand_is_no_word_of_the_job_s_process() -> None:
+    control = Control()
+    control.submit(submission("a"), submission("b"))
+    control.runs("b")
+    ask_to_move(control.service.cluster, "b")
+    control.pass_time(60.0, beats="b")
+    control.leave("b")
+    left = control.phase("b", TRAINING, 15.0)
+    assert left.move is not None
+    (shown,) = control.submit_by_hand(submission("b"))
+    # Its state is on its old nodes until its process says otherwise.
+    assert (shown.rollout_nodes, shown.training_nodes) == control.at("b")
+    (placed,) = control.submit(submission("b"))
+    assert placed.nodes == left.move.nodes != shown.nodes
 
 
 def test_a_process_that_asks_what_to_unload_is_no_silent_one() -> None:

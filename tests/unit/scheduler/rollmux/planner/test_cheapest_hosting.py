@@ -115,3 +115,43 @@ def test_a_refused_pair_is_never_hosted_together() -> None:
     )
     assert price == 22.0
     assert not any({0, 1} <= set(hosting.members) for hosting in hostings)
+
+
+def _in_groups(*homes: int) -> list[SearchedJob]:
+    """Jobs that share both nodes of their groups."""
+    return [
+        SearchedJob(at, 10, 0.1, 0.1, home=1 << home, rollout_mask=1, training_mask=2)
+        for at, home in enumerate(homes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("homes", "together"),
+    [
+        # One job without company joins the other: the pair stays as it is.
+        ((0, 1, 1, 2), {(0, 3), (1, 2)}),
+        ((0, 1, 0, 2), {(0, 2), (1, 3)}),
+    ],
+)
+def test_most_jobs_keep_their_nodes_among_equal_prices(
+    homes: tuple[int, ...], together: set[tuple[int, ...]]
+) -> None:
+    found = _in_groups(*homes)
+    price, hostings = CheapestHosting(TYPES).search(found, lambda one: len(one.members) < 3)
+    assert price == 22.0
+    assert {one.members for one in hostings} == together
+
+
+def test_an_assignment_of_equal_price_keeps_the_present_sharing() -> None:
+    """Two of three jobs share the rollout node; which two is all the same but for a move."""
+    present = [
+        SearchedJob(at, 30, 0.1, 0.1, home=1, rollout_mask=rollout, training_mask=4)
+        for at, rollout in enumerate((1, 2, 1))
+    ]
+    _, hostings = CheapestHosting(TYPES).search(present, lambda one: not _all_on_one(one))
+    (hosting,) = hostings
+    assert hosting.rollout[0] == hosting.rollout[2] != hosting.rollout[1]
+
+
+def _all_on_one(hosting: Hosting) -> bool:
+    return len(hosting.members) == 3 and len(set(hosting.rollout)) == 1

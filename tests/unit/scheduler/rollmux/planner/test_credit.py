@@ -131,10 +131,24 @@ def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
     assert homes[-HOUR_S][EASY.job] != homes[-HOUR_S][TIGHT.job]
 
 
+def test_a_newcomer_goes_elsewhere_while_its_load_would_take_what_a_job_has() -> None:
+    homes = {}
+    for load_s in (100.0, 2 * HOUR_S):
+        planner = GroupPlanner(Judge(), TYPES, PlannerConfig(cold_start_s=load_s))
+        planner.place_job(TIGHT, now=0.0)
+        _learn(planner, TIGHT)
+        _settle(planner, TIGHT, credit_s=HOUR_S, now=DAY_S)
+        planner.place_job(EASY, now=DAY_S)
+        homes[load_s] = planner.table.home
+    assert homes[100.0][EASY.job] == homes[100.0][TIGHT.job]
+    assert homes[2 * HOUR_S][EASY.job] != homes[2 * HOUR_S][TIGHT.job]
+
+
 def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
     short, mover = planned_job("short", 400, 150, slo=1.9), planned_job("mover", 380, 120, slo=1.5)
     moved = {}
-    for credit_s in (HOUR_S, -2 * HOUR_S):
+    # The mover loads beside it, under its own permits.
+    for credit_s, load_s in ((HOUR_S, 300.0), (-2 * HOUR_S, 300.0), (HOUR_S, 3 * HOUR_S)):
         planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
         for job in (short, mover):
             planner.place_job(job, now=0.0)
@@ -146,8 +160,10 @@ def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
         assert planner.relocation.relocate((mover.job,), without=(home,))
         planner.table.left(mover.job, mover.host_bytes)
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
-        moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
-    assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
+        planner.packer.load_s = load_s
+        found = planner.regroup.improve(now=DAY_S)
+        moved[credit_s, load_s] = [move.job for move in found]
+    assert [*moved.values()] == [[mover.job], [], []]
 
 
 def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
