@@ -35,7 +35,7 @@ HOLD_S = 120.0
 """A lease under an order to hold is renewed for so long. Nearly all turns end where they run in
 this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
-_PACE_S = 30.0
+_PACE_S = 10.0
 _pace = partial(EventLimit, burst=60.0, per_s=1 / _PACE_S)
 """New leases of a slot. Each is a few lines of the audit and the journal, two beats and a file: a
 caller that takes and releases all day would drive the events of weeks out of the audit. A gateway
@@ -160,7 +160,7 @@ class LeaseTable:
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
         if not entry.pace.admits(now=now):
-            often = "leased too often, so every 30 s now: the agent's audit names the holders"
+            often = "leased too often, so every 10 s now: the agent's audit names the holders"
             return self._refused(request, often, retry_after_s=_PACE_S)
         self._raise_epoch(entry)
         lease = SlotLease(

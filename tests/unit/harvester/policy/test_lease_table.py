@@ -285,7 +285,7 @@ def test_a_caller_that_takes_and_releases_all_day_gets_a_bounded_number_of_lease
             assert "too often" in answer.reason
             refused += 1
             now += answer.retry_after_s + 0.001
-    assert 60 + day_s / 31 < taken <= 61 + day_s / 30
+    assert 60 + day_s / 11 < taken <= 61 + day_s / 10
     # A caller that waits as it is told is granted the next time.
     assert refused <= taken
     leases.add_slot(SlotId("slot1"), epoch=Epoch(0))
