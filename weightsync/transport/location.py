@@ -23,8 +23,6 @@ def source_at(
 
     `base`: the checkpoint on which another trainer's deltas build.
     """
-    if not location:
-        raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or _SCHEME not in location:
         return AnyLayoutSource(DirectorySource(local_path(location)), base)
     access = access or Access.from_environment()
@@ -54,13 +52,17 @@ class StoreRoot:
         self._base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
         if isinstance(location, str):
             # fsspec would follow links out of a store.
-            location = location.removeprefix("file://").rstrip("/") or "/"
+            location = location.removeprefix("file://")
+            location = location.rstrip("/") or location[:1]
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
         self._location = local_path(location) if self._is_local else location
         if isinstance(self._location, Path) and not self._location.is_dir():
             raise ConfigError(f"{location} is no directory: give the one that holds the stores")
+        if not self._is_local:
+            # A URL that is none would be refused at each request, as an unknown store.
+            source_at(self._location, access).close()
 
     def __str__(self) -> str:
         return str(self._location)
