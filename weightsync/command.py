@@ -7,6 +7,7 @@ stores over a network.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -258,17 +259,14 @@ def pull(
         spool_dir=path,
         base_checkpoint=base_checkpoint,
     )
-    try:
-        with Follower(receiver, path, threads=threads) as follower:
-            typer.echo(_state(follower, path))
-            warm_up()
-            if watch:
-                _follow(follower, every_s=every)
-            else:
-                requested = None if version is None else WeightVersion(version)
-                typer.echo(_summary(follower.pull(requested)))
-    finally:
-        receiver.close()
+    with closing(receiver), Follower(receiver, path, threads=threads) as follower:
+        typer.echo(_state(follower, path))
+        warm_up()
+        if watch:
+            _follow(follower, every_s=every)
+        else:
+            requested = None if version is None else WeightVersion(version)
+            typer.echo(_summary(follower.pull(requested)))
 
 
 def _follow(follower: "Follower", *, every_s: float) -> None:

@@ -1,5 +1,6 @@
 """Opens a user's location as a source: a directory, an HTTP URL, or a URL that fsspec knows."""
 
+from contextlib import closing
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
@@ -73,11 +74,8 @@ class StoreRoot:
             from weightsync.transport.http_source import HttpSource
 
             access = self._access or Access.from_environment()
-            server = HttpSource(f"{self._location}/stores", access)
-            try:
+            with closing(HttpSource(f"{self._location}/stores", access)) as server:
                 return server.stores()
-            finally:
-                server.close()
         if self._is_local:
             found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
         else:
