@@ -31,8 +31,9 @@ class DirectorySource(StoreSource):
 
     def __init__(self, root: Path, *, links_out: bool = True) -> None:
         """`links_out`: whether links below the root may lead out of it."""
-        if not root.is_dir():
-            raise no_store(root)
+        with readable(root):
+            if not root.is_dir():
+                raise no_store(root)
         self._root = root
         self._links_out = links_out
 
@@ -80,7 +81,7 @@ class DirectorySource(StoreSource):
     def _found(self, path: str) -> Iterator[Path]:
         """A path of what lies there, and of nothing that takes its place meanwhile."""
         full = self._root / path
-        with _readable(full):
+        with readable(full):
             if self._links_out:
                 yield full
                 return
@@ -95,7 +96,8 @@ class DirectorySource(StoreSource):
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the context into ConfigError or Corrupt, but for a missing file."""
     try:
         yield
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from harvester.contracts.ids import checked_name, is_name
 from weightsync.transport.access import Access
 from weightsync.transport.any_layout import AnyLayoutSource
 from weightsync.transport.base_checkpoint import BaseCheckpoint
-from weightsync.transport.directory import DirectorySource, local_path
+from weightsync.transport.directory import DirectorySource, local_path, readable
 from weightsync.transport.source import StoreSource
 
 _SCHEME = "://"
@@ -59,11 +59,13 @@ class StoreRoot:
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
         self._location = local_path(location) if self._is_local else location
-        if isinstance(self._location, Path) and not self._location.is_dir():
-            raise ConfigError(f"{location} is no directory: give the one that holds the stores")
         if not self._is_local:
             # A URL that is none would be refused at each request, as an unknown store.
             source_at(self._location, access).close()
+            return
+        with readable(Path(self._location)):
+            if not Path(self._location).is_dir():
+                raise ConfigError(f"{location} is no directory: give the one that holds the stores")
 
     def __str__(self) -> str:
         return str(self._location)
@@ -77,7 +79,8 @@ class StoreRoot:
             with closing(HttpSource(f"{self._location}/stores", access)) as server:
                 return server.stores()
         if self._is_local:
-            found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
+            with readable(Path(self._location)):
+                found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
         else:
             found = list(source_at(self._location, self._access).directories())
         return tuple(sorted(name for name in found if is_name(name)))
