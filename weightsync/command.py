@@ -7,6 +7,7 @@ stores over a network.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,7 +219,7 @@ def _weights() -> None:
 def pull(
     store: Annotated[str, typer.Argument(help="The weight store.")],
     directory: Annotated[
-        Path, typer.Argument(help="Checkpoint directory to update; created if absent.")
+        str, typer.Argument(help="Checkpoint directory to update; created if absent.")
     ],
     version: Annotated[
         int | None, typer.Option(min=1, help="Version to pull; the newest by default.")
@@ -228,7 +229,9 @@ def pull(
     ] = False,
     every: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds between two checks, where no server reports changes."),
+        typer.Option(
+            min=0.01, max=86400, help="Seconds between two checks, where no server reports changes."
+        ),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
     staging_bytes: Annotated[
@@ -246,25 +249,24 @@ def pull(
     from weightsync.encoding.codec import warm_up
     from weightsync.follower import Follower
     from weightsync.receiver import Receiver
+    from weightsync.transport.directory import local_path
 
+    path = local_path(directory)
     receiver = Receiver(
         store,
         threads=threads,
         staging_bytes=staging_bytes,
-        spool_dir=directory,
+        spool_dir=path,
         base_checkpoint=base_checkpoint,
     )
-    try:
-        with Follower(receiver, directory, threads=threads) as follower:
-            typer.echo(_state(follower, directory))
-            warm_up()
-            if watch:
-                _follow(follower, every_s=every)
-            else:
-                requested = None if version is None else WeightVersion(version)
-                typer.echo(_summary(follower.pull(requested)))
-    finally:
-        receiver.close()
+    with closing(receiver), Follower(receiver, path, threads=threads) as follower:
+        typer.echo(_state(follower, path))
+        warm_up()
+        if watch:
+            _follow(follower, every_s=every)
+        else:
+            requested = None if version is None else WeightVersion(version)
+            typer.echo(_summary(follower.pull(requested)))
 
 
 def _follow(follower: "Follower", *, every_s: float) -> None:

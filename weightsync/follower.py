@@ -73,6 +73,7 @@ class Follower(AbstractContextManager["Follower"]):
         if receiver.is_partial:
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
+        self._is_closed = False
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
@@ -87,7 +88,8 @@ class Follower(AbstractContextManager["Follower"]):
         self.close()
 
     def close(self) -> None:
-        """Release the directory's lock."""
+        """Release the directory's lock; a later `pull` raises ConfigError."""
+        self._is_closed = True
         self._pool.shutdown()
         self._directory.close()
 
@@ -125,6 +127,10 @@ class Follower(AbstractContextManager["Follower"]):
         Raises Receiver's errors; Stale if the newest version is older than the held one (give
         `version` to go back) and from the same run of a trainer; Exhausted if the disk is full.
         """
+        if self._is_closed:
+            raise ConfigError(
+                f"this follower of {self._directory.path} is closed: make another one"
+            )
         started = self._clock.now()
         mended, rolled, rolled_bytes = self.interrupted, 0, 0
         if self.held is None:

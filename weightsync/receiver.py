@@ -110,6 +110,7 @@ class Receiver:
         """The version that was written last or is held, and its state hash as its store gave it."""
         self._stamps: dict[WeightVersion, str] = {}
         """Stamp of every version that was written here; empty for ours, and where none is seen."""
+        self._is_closed = False
         self.reapplied = 0
         """Versions that were applied from a full checkpoint after their chain had failed."""
 
@@ -124,6 +125,9 @@ class Receiver:
         return self._selection is not None
 
     def close(self) -> None:
+        """End its threads and connections; a read in another thread, or a later one, raises
+        ConfigError or Exhausted."""
+        self._is_closed = True
         self._pool.shutdown()
         self._store.close()
 
@@ -435,4 +439,8 @@ class Receiver:
             self._parts = None
             if plan is not None and isinstance(error, Corrupt):
                 self.doubt(plan)
+            raise
+        except RuntimeError as error:
+            if self._is_closed:
+                raise ConfigError("this receiver is closed: make another one") from error
             raise

@@ -138,11 +138,16 @@ def token_required(
                 return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
             if observer and request.method not in ("GET", "HEAD"):
                 return error_reply(403, "the token of observer reads status and metrics")
-        if (limit := request.app.get(_LIMIT)) is not None:
-            limit.prove(request.transport)
+        prove_connection(request)
         return await handler(request)
 
     return middleware
+
+
+def prove_connection(request: web.Request) -> None:
+    """The request had what it needs: no newer connection takes the place of its own."""
+    if (limit := request.app.get(_LIMIT)) is not None:
+        limit.prove(request.transport)
 
 
 async def whole_body(request: web.Request, *, most_bytes: int | None = None) -> bytes:

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NAME_RULE, TenantId
 from harvester.platform.bearer import MIN_TOKEN_BYTES, check_token_file, read_tokens
+from harvester.platform.http_kit import prove_connection
 from harvester.platform.openapi_document import PATH
 from harvester.platform.renewed import Renewed
 from harvester.platform.route_table import Callers, Route
@@ -110,6 +111,7 @@ def tenant_required(tenants: Tenants, routes: Iterable[Route]) -> Middleware:
         if callers is not Callers.ANYONE:
             sent = request.headers.get("Authorization", "")
             request[TENANT] = tenants.caller(sent, callers)
+            prove_connection(request)
         return await handler(request)
 
     return middleware

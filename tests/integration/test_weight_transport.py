@@ -610,9 +610,11 @@ async def test_names_that_are_none_lead_nowhere(
 class WeightProcess:
     """`rosemux weights ...` in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, descriptors: int = 1024) -> None:
+        limited = f'ulimit -n {descriptors}; exec "$@"'
+        command = [sys.executable, "-m", "harvester.cli", "weights", *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harvester.cli", "weights", *arguments],
+            ["bash", "-c", limited, "bash", *command],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -635,14 +637,30 @@ class WeightProcess:
 def weight_process() -> Iterator[Callable[..., WeightProcess]]:
     started: list[WeightProcess] = []
 
-    def start(*arguments: str) -> WeightProcess:
-        started.append(WeightProcess(*arguments))
+    def start(*arguments: str, descriptors: int = 1024) -> WeightProcess:
+        started.append(WeightProcess(*arguments, descriptors=descriptors))
         return started[-1]
 
     yield start
     for each in started:
         if each.process.poll() is None:
             each.end(signal.SIGKILL)
+
+
+def test_idle_connections_of_strangers_keep_no_reader_out(
+    stores: Path, tmp_path: Path, weight_process: Callable[..., WeightProcess]
+) -> None:
+    """They had every descriptor of a server for over a minute, without a token."""
+    token = tmp_path / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    arguments = ("serve", str(stores), "--port", "0", "--token-file", str(token))
+    server = weight_process(*arguments, descriptors=128)
+    with ExitStack() as strangers:
+        for _ in range(200):
+            address = ("127.0.0.1", int(server.port))
+            strangers.enter_context(socket.create_connection(address, timeout=5))
+        assert len(_read(_source(server.url, replace(HASTY, token_file=token)))) > 2_000_000
 
 
 def test_a_server_that_is_killed_and_started_again_is_read_on(

@@ -128,16 +128,35 @@ def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec
     return spec
 
 
-def spec_of(tensor: "torch.Tensor") -> TensorSpec:
-    """The spec of a live tensor; raises Unsupported for dtypes without a safetensors name."""
+def spec_of(tensor: "torch.Tensor", *, what: str = "a tensor") -> TensorSpec:
+    """The spec of a live tensor; raises Unsupported, naming `what`, for a dtype without a name of
+    safetensors, and for a tensor beyond its storage: reading freed memory ends the process."""
     name = _NAMES.get(str(tensor.dtype))
     if name is None:
         raise Unsupported(
-            f"dtype {tensor.dtype} cannot be published; cast to one of {', '.join(WIDTHS_BY_DTYPE)}"
+            f"{what}: dtype {tensor.dtype} cannot be published; cast to one of "
+            f"{', '.join(WIDTHS_BY_DTYPE)}"
         )
     if name == PAIRED and not tensor.dim():
-        raise Unsupported("a pair of F4 numbers without a dimension: safetensors cannot hold it")
+        raise Unsupported(f"{what}: F4 numbers without a dimension: safetensors cannot hold them")
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+        raise Unsupported(
+            f"{what}: its memory was freed, as FSDP and offloading do: gather it, or publish the "
+            "state dict that the framework makes"
+        )
     return shared_spec(name, tuple(tensor.shape))
+
+
+def memory_of(tensor: "torch.Tensor") -> object:
+    """A key, equal for tensors with equal views of one memory; None without memory of its own: an
+    empty tensor, one on the meta device, and a subclass that wraps others."""
+    address = tensor.data_ptr()
+    return (
+        (tensor.device, tensor.dtype, address, tensor.shape, tensor.stride()) if address else None
+    )
 
 
 def is_finite(tensor: "torch.Tensor") -> bool:

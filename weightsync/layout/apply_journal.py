@@ -19,7 +19,7 @@ import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.layout.durable import replace_file
+from weightsync.layout.durable import read_plain, replace_file
 
 RECORD_FILE = "rosemux.json"
 MAX_RECORD_BYTES = 64 << 20
@@ -94,15 +94,11 @@ def decoded_record(raw: bytes) -> ApplyRecord:
 def read_record(directory: Path) -> ApplyRecord | None:
     """The record; None without a record. Raises Corrupt."""
     try:
-        with (directory / RECORD_FILE).open("rb") as file:
-            raw = file.read(MAX_RECORD_BYTES + 1)
+        return decoded_record(read_plain(directory / RECORD_FILE, MAX_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise Corrupt(f"{RECORD_FILE} cannot be read: {error}") from error
-    if len(raw) > MAX_RECORD_BYTES:
-        raise Corrupt(f"{RECORD_FILE} is over the limit of {MAX_RECORD_BYTES} bytes")
-    return decoded_record(raw)
 
 
 def write_record(directory: Path, record: ApplyRecord) -> None:

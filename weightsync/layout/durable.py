@@ -1,16 +1,17 @@
-"""Atomic file writes with the errors of a store; harvester.platform.whole_file writes.
+"""Files whole or not at all, with the errors of a store; harvester.platform.whole_file writes.
 
 Decides nothing about contents.
 """
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.platform import whole_file
 
 
@@ -31,6 +32,25 @@ def write_durably(path: Path, chunks: Iterable[Any]) -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
+
+
+def read_plain(path: Path, limit_bytes: int) -> bytes:
+    """A whole plain file. Raises OSError, and Corrupt over the limit or for another kind."""
+    with open(path, "rb", opener=open_plain) as file:
+        raw = file.read(limit_bytes + 1)
+    if len(raw) > limit_bytes:
+        raise Corrupt(f"{os.path.realpath(path)} is over the limit of {limit_bytes} bytes")
+    return raw
+
+
+def open_plain(path: str, flags: int) -> int:
+    """Opens plain files only: another kind may never give anything, or never end."""
+    # Without the flag, opening a pipe waits for its writer.
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Corrupt(f"{os.path.realpath(path)} is no plain file")
+    return handle
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from weightsync.layout.tables import packed_table, plain_table
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_NAME_CHARS = 512
+_ENTRY_BYTES = 256
+"""Bound on all but the name of a tensor in a header: dtype, eight dimensions, offsets, checksum."""
 _LENGTH_BYTES = 8
 _PACKED = "rosemux.packed"
 _PACKED_ABOVE = 256
@@ -70,16 +72,24 @@ class ShardHeader:
         return end - begin
 
 
+def header_room(name: str) -> int:
+    """Bytes of a header that are enough for a tensor and its checksum."""
+    return 2 * len(msgspec.json.encode(name)) + _ENTRY_BYTES
+
+
 def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    """Tensors of each file, in order: up to the limit, or one that is larger by itself."""
+    """Tensors of each file, in order: up to the limit, or one that is larger by itself, and no more
+    than fit into a header that readers take."""
     shard: dict[str, TensorSpec] = {}
-    left_bytes = limit_bytes
+    left_bytes, left_header = limit_bytes, MAX_HEADER_BYTES
     for name, spec in layout.items():
-        if shard and spec.size_bytes > left_bytes:
+        room = header_room(name)
+        if shard and (spec.size_bytes > left_bytes or room > left_header):
             yield shard
-            shard, left_bytes = {}, limit_bytes
+            shard, left_bytes, left_header = {}, limit_bytes, MAX_HEADER_BYTES
         shard[name] = spec
         left_bytes -= spec.size_bytes
+        left_header -= room
     if shard:
         yield shard
 

@@ -14,12 +14,9 @@ from weightsync.elements.bits import Layout, shared_spec
 from weightsync.encoding.codec import Encoded, Encoding
 from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.layout.manifest import FileRecord
-from weightsync.layout.shard import shard_chunks, shard_layouts
+from weightsync.layout.shard import MAX_HEADER_BYTES, header_room, shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import DeltaDraft, Draft
-
-_MAX_ENTRIES = 1 << 15
-"""Entries of one file of a delta: its header stays within what readers take."""
 
 
 class ShardFiles:
@@ -34,14 +31,18 @@ class ShardFiles:
         self._rank = rank
         self._limit_bytes = limit_bytes
         self._open: dict[str, Encoded] = {}
-        self._open_bytes = 0
+        self._open_bytes, self._left_header = 0, MAX_HEADER_BYTES
         self._done: list[Shard] = []
 
     def add(self, entry: str, encoded: Encoded) -> None:
         """One entry of a delta."""
+        room = header_room(entry)
+        if self._open and room > self._left_header:
+            self._flush()
         self._open[entry] = encoded
         self._open_bytes += len(encoded.payload)
-        if self._open_bytes >= self._limit_bytes or len(self._open) >= _MAX_ENTRIES:
+        self._left_header -= room
+        if self._open_bytes >= self._limit_bytes:
             self._flush()
 
     def finish(self) -> list[Shard]:
@@ -57,7 +58,7 @@ class ShardFiles:
         checksums = {entry: encoded.digest for entry, encoded in entries.items()}
         encodings = {entry: encoded.encoding for entry, encoded in entries.items()}
         self._open = {}
-        self._open_bytes = 0
+        self._open_bytes, self._left_header = 0, MAX_HEADER_BYTES
         name = _file_name(self._rank, len(self._done) + 1)
         content = _Content(
             layout, lambda entry: entries[entry].payload, checksums, may_pack=self._may_pack

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError
 from harvester.contracts.ids import WeightVersion, checked_name, is_name
 from harvester.platform.file_lock import locked
 from harvester.platform.whole_file import TEMPORARY, sync_directory
@@ -42,7 +42,7 @@ class WritableDirectory:
         with refusals(root):
             root.mkdir(parents=True, exist_ok=True)
         self._root = root
-        self._write = _refusing(write, root)
+        self._write = write
         self.ranks_dir: Path | None = root
 
     def reader(self) -> Store:
@@ -66,7 +66,8 @@ class DirectoryDraft(Draft):
         self._write = write
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
-        return self._write(self._directory / file, chunks)
+        with refusals(self._root):
+            return self._write(self._directory / file, chunks)
 
     def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
         for file, chunks in files.items():
@@ -127,10 +128,9 @@ class DirectoryWriter:
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
         self._check_owner()
         directory = self._root / begun
-        for file, data in small.items():
-            self._write(directory / file, [data])
-        self._write(directory / READY_FILE, [])
         with refusals(self._root):
+            for file, data in {**small, READY_FILE: b""}.items():
+                self._write(directory / file, [data])
             sync_directory(directory)
             directory.rename(self._root / ref.directory)
             sync_directory(self._root)
@@ -143,7 +143,7 @@ class DirectoryWriter:
             try:
                 self._write(temporary, [line.encode()])
                 temporary.rename(self._root / LATEST_FILE)
-            except (OSError, RoseMuxError):
+            except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
             sync_directory(self._root)
@@ -184,13 +184,3 @@ class DirectoryWriter:
                 f"{self._root} has another publisher: only the newest one may publish; stop one of "
                 "them, or give it a store of its own"
             )
-
-
-def _refusing(write: FileWriter, root: Path) -> FileWriter:
-    """`write`, with OSErrors turned into RoseMux errors."""
-
-    def written(path: Path, chunks: Iterable[Any]) -> int:
-        with refusals(root):
-            return write(path, chunks)
-
-    return written

@@ -31,9 +31,10 @@ from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
-from weightsync.layout.durable import refusals, storage_error
+from weightsync.layout.durable import read_plain, refusals, storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
+from weightsync.layout.tables import MAX_TABLE_BYTES
 from weightsync.publish.trainer_state import Piece, TrainerState
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class MappedFile:
 
     def recorded(self) -> bytes:
         """The record; raises OSError without a record."""
-        return self._record.read_bytes()
+        return read_plain(self._record, MAX_TABLE_BYTES)
 
     def forget_record(self) -> None:
         self._record.unlink(missing_ok=True)

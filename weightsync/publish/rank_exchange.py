@@ -27,8 +27,7 @@ from harvester.contracts.errors import (
     Stale,
     Unsupported,
 )
-from weightsync.layout.durable import refusals
-from weightsync.transport.directory import open_plain
+from weightsync.layout.durable import read_plain, refusals
 
 MAX_MESSAGE_BYTES = 256 << 20
 POLL_S = 0.005
@@ -77,12 +76,10 @@ class Mailbox:
             temporary.rename(self._directory / name)
 
     def read(self, name: str) -> RankMessage | None:
-        """The message in a file; None if it does not exist yet. Raises PeerProtocolError."""
+        """The message in a file; None if it does not exist yet. Raises PeerProtocolError, and
+        Corrupt for anything else than a plain file."""
         try:
-            with open(self._directory / name, "rb", opener=open_plain) as file:
-                raw = file.read(MAX_MESSAGE_BYTES + 1)
-            if len(raw) > MAX_MESSAGE_BYTES:
-                raise PeerProtocolError(f"{name}: a message of over {MAX_MESSAGE_BYTES} bytes")
+            raw = read_plain(self._directory / name, MAX_MESSAGE_BYTES)
             return msgspec.json.decode(raw, type=RankMessage)
         except FileNotFoundError:
             return None

@@ -121,8 +121,6 @@ def writable_store(
         if not hasattr(location, "draft"):
             raise ConfigError(f"store {location!r}: give its directory or URL")
         return location
-    if not location:
-        raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or "://" not in location:
         from weightsync.publish.directory_writer import WritableDirectory
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.elements.bits import Bits, TensorSpec, bits_of, is_finite, spec_of
+from weightsync.elements.bits import Bits, TensorSpec, bits_of, is_finite, memory_of, spec_of
 from weightsync.layout.shard import MAX_NAME_CHARS, RESERVED_NAMES
 from weightsync.layout.slices import SliceRecord
 
@@ -133,9 +133,16 @@ class Piece:
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")
         if self.check_finite and not is_finite(tensor):
             raise ConfigError(f"{self.entry} has NaN or infinite elements: nothing is published")
+        host = tensor.detach()
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return bits_of(tensor.detach().cpu().contiguous())
-        return bits_of(tensor.detach().clone() if own else tensor)
+            host = host.cpu().contiguous()
+        elif own:
+            host = host.clone()
+        try:
+            return bits_of(host)
+        except RuntimeError as error:
+            # A subclass that wraps others, without memory of its own.
+            raise Unsupported(f"{self.entry} is a {type(tensor).__name__}: {error}") from error
 
 
 class TrainerState:
@@ -158,7 +165,10 @@ class TrainerState:
         self._finds_ties = finds_ties
         self._check_finite = check_finite
         self._coming: Iterable[tuple[str, Any]] = (
-            sorted(state.items()) if isinstance(state, Mapping) else state
+            # Names of other types have an order too, until they are refused.
+            sorted(state.items(), key=lambda pair: str(pair[0]))
+            if isinstance(state, Mapping)
+            else state
         )
         self.pieces: list[Piece] = []
         self.ties: dict[str, str] = {}
@@ -212,7 +222,7 @@ class TrainerState:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         # A conjugated view has the memory of its tensor, with other values.
         tensor = tensor.resolve_conj().resolve_neg()
-        return Piece(entry, spec_of(tensor), record, tensor, self._check_finite)
+        return Piece(entry, spec_of(tensor, what=entry), record, tensor, self._check_finite)
 
 
 def _is_text(name: str) -> bool:
@@ -225,8 +235,5 @@ def _begin(piece: Piece) -> int:
 
 
 def _place(piece: Piece) -> object:
-    """A key, equal for whole tensors with equal views of one memory; None for other tensors."""
-    tensor = piece.tensor
-    if tensor is None or piece.record or tensor.device.type == "meta" or tensor.numel() == 0:
-        return None
-    return (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+    """`memory_of` a whole tensor; None for a part."""
+    return None if piece.tensor is None or piece.record else memory_of(piece.tensor)

@@ -29,8 +29,8 @@ from harvester.contracts.ids import checked_name
 from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.layout.apply_journal import Held, read_record
-from weightsync.layout.durable import replace_file, storage_error, write_durably
-from weightsync.layout.names import INDEX_FILE, LATEST_FILE, MAX_INDEX_BYTES
+from weightsync.layout.durable import read_plain, replace_file, storage_error, write_durably
+from weightsync.layout.names import INDEX_FILE, LATEST_FILE
 from weightsync.layout.shard import (
     shard_chunks,
     shard_data,
@@ -38,6 +38,7 @@ from weightsync.layout.shard import (
     shard_layouts,
     widest_first,
 )
+from weightsync.layout.tables import MAX_TABLE_BYTES
 from weightsync.receive.target import HostTarget
 
 MAX_SHARD_BYTES = 4 << 30
@@ -160,8 +161,8 @@ def _shard_names(directory: Path) -> tuple[str, ...]:
 
 def _index(directory: Path) -> _Index:
     try:
-        with (directory / INDEX_FILE).open("rb") as file:
-            index = msgspec.json.decode(file.read(MAX_INDEX_BYTES), type=_Index)
+        raw = read_plain(directory / INDEX_FILE, MAX_TABLE_BYTES)
+        index = msgspec.json.decode(raw, type=_Index)
         for shard in set(index.weight_map.values()):
             checked_name(shard, what="shard")
     except (OSError, *UNDECODABLE, ValueError, RecursionError, PeerProtocolError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from harvester.contracts.errors import ConfigError
-from weightsync.elements.bits import Bits, Layout, bits_of, spec_of
+from weightsync.elements.bits import Bits, Layout, bits_of, memory_of, spec_of
 from weightsync.encoding.delta import Delta, apply_all
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class TensorTarget(HostTarget):
             if not tensor.is_contiguous():
                 raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")
         self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
-        self._layout = {name: spec_of(tensor) for name, tensor in tensors.items()}
+        self._layout = {name: spec_of(tensor, what=name) for name, tensor in tensors.items()}
         owners: dict[object, str] = {}
         self._owner = {
-            name: owners.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), name)
-            for name, t in tensors.items()
+            name: owners.setdefault(memory_of(tensor) or name, name)
+            for name, tensor in tensors.items()
         }
 
     def bits(self, name: str) -> Bits:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from harvester.contracts.errors import Corrupt, Exhausted
 from harvester.contracts.ids import is_name
 from harvester.platform.whole_file import TEMPORARY
+from weightsync.layout.durable import read_plain
 from weightsync.layout.names import LATEST_FILE, MAX_INDEX_BYTES, VersionRef, named_ref
 from weightsync.serve.published import PublishedFile, published_files
 
@@ -142,9 +143,7 @@ class CachedReplies:
 
     def _take(self, store: str, path: Path) -> None:
         with suppress(OSError, Corrupt):
-            if not path.is_file() or path.stat().st_size > MAX_INDEX_BYTES:
-                return
-            raw = path.read_bytes()
+            raw = read_plain(path, MAX_INDEX_BYTES)
             if path.name == LATEST_FILE:
                 self._latest[store] = raw
             elif named_ref(path.name) is not None:

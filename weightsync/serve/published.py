@@ -1,7 +1,7 @@
 """Reads an index without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -85,14 +85,10 @@ def _foreign(digest: xxhash.xxh3_128, shard: str) -> PublishedFile:
 
 def list_store(location: str, access: Access) -> Iterator[str]:
     """Lines to print; raises ConfigError if the location has neither a store nor stores."""
-    source = source_at(location, access)
-    try:
-        refs = _refs(source)
-        if refs:
+    with closing(source_at(location, access)) as source:
+        if refs := _refs(source):
             yield from _versions(source, refs)
             return
-    finally:
-        source.close()
     names: tuple[str, ...] = ()
     with suppress(FileNotFoundError):
         names = StoreRoot(location, access).names()

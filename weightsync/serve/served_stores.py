@@ -155,8 +155,8 @@ class SourceStores:
         """An open store; raises FileNotFoundError for an unknown name."""
         if name not in self._open:
             if len(self._open) >= _MAX_STORES:
-                oldest = next(iter(self._open))
-                self._open.pop(oldest).source.close()
+                # Not closed: it may be in use, and its connections end with its last reader.
+                del self._open[next(iter(self._open))]
             try:
                 source = self._root.store(name)
             except ConfigError as error:

@@ -38,6 +38,8 @@ _BURST_S = 0.25
 """Burst after a pause, in seconds of the rate: a few socket buffers."""
 _STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503, web.HTTPException: None}
 _OPEN = Tenants()
+_CONNECTIONS = 1 << 14
+"""Some thousand engines have a few each; descriptors beyond belong to files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +285,7 @@ async def listen(
     served = served_with(metrics)
     server = WeightServer(served, tenants=listening.tenants, limits=limits, metrics=metrics)
     try:
-        async with http_kit.serving(server.app()) as runner:
+        async with http_kit.serving(server.app(), connections=_CONNECTIONS) as runner:
             remedy = "choose another --port, 0 takes a free one"
             host, port, tls = listening.host, listening.port, listening.tls
             started(await http_kit.listen(runner, host, port, remedy=remedy, tls=tls))

@@ -13,7 +13,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from harvester.contracts.ids import is_name
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
-from weightsync.transport.directory import DirectorySource, local_path
+from weightsync.transport.directory import DirectorySource, local_path, readable
 
 VARIABLE = "ROSEMUX_BASE_CHECKPOINT"
 
@@ -28,11 +28,12 @@ class BaseCheckpoint:
 
     def __init__(self, directory: Path | str) -> None:
         path = local_path(directory)
-        if not path.is_dir():
-            raise ConfigError(
-                f"base checkpoint {directory}: no such directory; give the local directory of the "
-                "Hugging Face checkpoint that the trainer started from"
-            )
+        with readable(path):
+            if not path.is_dir():
+                raise ConfigError(
+                    f"base checkpoint {directory}: no such directory; give the local directory of "
+                    "the Hugging Face checkpoint that the trainer started from"
+                )
         self.source = DirectorySource(path)
 
     def __str__(self) -> str:

@@ -1,19 +1,22 @@
 """A store in a directory of a local or shared file system."""
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt
+from weightsync.layout.durable import open_plain, read_plain
 from weightsync.transport.source import StoreSource, no_store, watched
 
 _POLL_S = 0.1
 
 
 def local_path(given: Path | str) -> Path:
-    """A path as a user writes it: `~` is a home directory. Raises ConfigError without one."""
+    """A path as a user writes it: `~` is a home directory. Raises ConfigError without one, and for
+    an empty text, which would be the working directory."""
+    if not given:
+        raise ConfigError("an empty location: give a directory or URL")
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -28,8 +31,9 @@ class DirectorySource(StoreSource):
 
     def __init__(self, root: Path, *, links_out: bool = True) -> None:
         """`links_out`: whether links below the root may lead out of it."""
-        if not root.is_dir():
-            raise no_store(root)
+        with readable(root):
+            if not root.is_dir():
+                raise no_store(root)
         self._root = root
         self._links_out = links_out
 
@@ -56,11 +60,8 @@ class DirectorySource(StoreSource):
         return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        with self._found(path) as found, open(found, "rb", opener=open_plain) as file:
-            raw = file.read(limit_bytes + 1)
-        if len(raw) > limit_bytes:
-            raise Corrupt(f"{self._root / path} is over the limit of {limit_bytes} bytes")
-        return raw
+        with self._found(path) as found:
+            return read_plain(found, limit_bytes)
 
     def size_bytes(self, path: str) -> int:
         with self._found(path) as found:
@@ -80,7 +81,7 @@ class DirectorySource(StoreSource):
     def _found(self, path: str) -> Iterator[Path]:
         """A path of what lies there, and of nothing that takes its place meanwhile."""
         full = self._root / path
-        with _readable(full):
+        with readable(full):
             if self._links_out:
                 yield full
                 return
@@ -94,18 +95,9 @@ class DirectorySource(StoreSource):
                 os.close(handle)
 
 
-def open_plain(path: str, flags: int) -> int:
-    """Opens plain files only: another kind may never give anything, or never end."""
-    # Without the flag, opening a pipe waits for its writer.
-    handle = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise Corrupt(f"{os.path.realpath(path)} is no plain file")
-    return handle
-
-
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the context into ConfigError or Corrupt, but for a missing file."""
     try:
         yield
     except FileNotFoundError:

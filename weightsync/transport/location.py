@@ -1,5 +1,6 @@
 """Opens a user's location as a source: a directory, an HTTP URL, or a URL that fsspec knows."""
 
+from contextlib import closing
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
@@ -7,7 +8,7 @@ from harvester.contracts.ids import checked_name, is_name
 from weightsync.transport.access import Access
 from weightsync.transport.any_layout import AnyLayoutSource
 from weightsync.transport.base_checkpoint import BaseCheckpoint
-from weightsync.transport.directory import DirectorySource, local_path
+from weightsync.transport.directory import DirectorySource, local_path, readable
 from weightsync.transport.source import StoreSource
 
 _SCHEME = "://"
@@ -23,8 +24,6 @@ def source_at(
 
     `base`: the checkpoint on which another trainer's deltas build.
     """
-    if not location:
-        raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or _SCHEME not in location:
         return AnyLayoutSource(DirectorySource(local_path(location)), base)
     access = access or Access.from_environment()
@@ -54,13 +53,19 @@ class StoreRoot:
         self._base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
         if isinstance(location, str):
             # fsspec would follow links out of a store.
-            location = location.removeprefix("file://").rstrip("/") or "/"
+            location = location.removeprefix("file://")
+            location = location.rstrip("/") or location[:1]
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
         self._is_local = isinstance(location, Path) or _SCHEME not in location
         self._location = local_path(location) if self._is_local else location
-        if isinstance(self._location, Path) and not self._location.is_dir():
-            raise ConfigError(f"{location} is no directory: give the one that holds the stores")
+        if not self._is_local:
+            # A URL that is none would be refused at each request, as an unknown store.
+            source_at(self._location, access).close()
+            return
+        with readable(Path(self._location)):
+            if not Path(self._location).is_dir():
+                raise ConfigError(f"{location} is no directory: give the one that holds the stores")
 
     def __str__(self) -> str:
         return str(self._location)
@@ -71,13 +76,11 @@ class StoreRoot:
             from weightsync.transport.http_source import HttpSource
 
             access = self._access or Access.from_environment()
-            server = HttpSource(f"{self._location}/stores", access)
-            try:
+            with closing(HttpSource(f"{self._location}/stores", access)) as server:
                 return server.stores()
-            finally:
-                server.close()
         if self._is_local:
-            found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
+            with readable(Path(self._location)):
+                found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
         else:
             found = list(source_at(self._location, self._access).directories())
         return tuple(sorted(name for name in found if is_name(name)))

@@ -52,6 +52,7 @@ def test_names_the_remedy_and_the_party_at_fault(
         ((store, store / "LATEST"), 2, "cannot write to"),
         ((store, store), 2, "is a weight store: name another directory"),
         (("ftp://127.0.0.1:1/x", tmp_path / "held"), 2, "cannot open ftp://127.0.0.1:1/x"),
+        ((store, ""), 2, "an empty location: give a directory"),
     ]
     for arguments, code, message in cases:
         assert exit_code("pull", *arguments) == code
@@ -93,6 +94,14 @@ def test_an_interrupt_while_it_watches_is_no_error_of_ours(
     assert "version 8," in shown.out
     assert "version 9," in shown.out
     assert shown.err.count("trying again") == 1
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "0"])
+def test_a_pause_that_no_clock_can_measure_is_refused(
+    published: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    assert exit_code("pull", published[0], tmp_path, "--watch", "--every", seconds) == 2
+    assert "--every" in capsys.readouterr().err
 
 
 def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint directory that follows a store: a version is claimed only while it is there."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -63,6 +64,12 @@ def loaded(directory: Path) -> State:
     for shard in directory.glob("*.safetensors"):
         found |= load_file(shard)
     return found
+
+
+def _as_pipe(path: Path) -> None:
+    """A reader that opens it waits for a writer, for ever."""
+    path.unlink()
+    os.mkfifo(path)
 
 
 def following(store: Path, directory: Path) -> Follower:
@@ -387,6 +394,9 @@ def test_a_file_that_changed_by_itself_is_no_version_until_it_is_repaired(
         lambda held: (held / SHARD).unlink(),
         lambda held: (held / SHARD).write_bytes(b"x" * 100),
         lambda held: (held / "model.safetensors.index.json").write_bytes(b"{"),
+        lambda held: _as_pipe(held / "rosemux.json"),
+        lambda held: _as_pipe(held / "model.safetensors.index.json"),
+        lambda held: _as_pipe(held / SHARD),
     ],
 )
 def test_a_broken_directory_is_made_anew(
@@ -456,6 +466,21 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
         assert isinstance(read_record(tmp_path / "held"), Held) == (refused == 1)
         follows.pull()
     assert same(loaded(tmp_path / "held"), states[7])
+
+
+def test_a_closed_follower_or_receiver_says_so(published: Store, tmp_path: Path) -> None:
+    store, _ = published
+    receiver = Receiver(store)
+    with Follower(receiver, tmp_path / "held") as follows:
+        follows.pull(SEVEN)
+    with pytest.raises(ConfigError, match=f"follower of {tmp_path / 'held'} is closed"):
+        follows.pull()
+    receiver.close()
+    with (
+        Follower(receiver, tmp_path / "held") as follows,
+        pytest.raises(ConfigError, match="receiver is closed"),
+    ):
+        follows.pull()
 
 
 def test_a_directory_has_one_owner(published: Store, tmp_path: Path) -> None:

@@ -682,10 +682,29 @@ def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: Any)
         publisher.publish({"w": torch.zeros(2)}, step=step)
 
 
-def test_an_empty_location_is_no_store() -> None:
-    for opened in (Publisher, Receiver):
+@pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR])
+def test_a_model_of_very_many_tensors_has_files_that_readers_take(
+    tmp_path: Path, same: Same, encoding: Encoding
+) -> None:
+    """Headers of one file for all of them would be over 32 MiB, which is no safetensors file."""
+    values = torch.zeros(34_000)
+    state = {f"{number:06d}{'x' * 490}": values[number : number + 1] for number in range(34_000)}
+    store = tmp_path / "store"
+    with Publisher(store, versions=VersionSettings(encoding=encoding)) as publisher:
+        publisher.publish(state)
+        values += 1
+        publisher.publish(state)
+    assert same(_received(store, 2, state), state)
+    with Follower(Receiver(store), tmp_path / "held") as follower:
+        assert follower.pull().tensors_written == len(state)
+
+
+def test_an_empty_location_is_no_store(tmp_path: Path) -> None:
+    for opened in (Publisher, Receiver, StoreRoot):
         with pytest.raises(ConfigError, match="an empty location"):
             opened("")
+    with pytest.raises(ConfigError, match="an empty location"):
+        Publisher(tmp_path / "store", work=WorkSettings(copy_dir=""))
 
 
 @pytest.mark.parametrize("torn", [b"", b"weight_v0", b"\xff\x00 no name"])

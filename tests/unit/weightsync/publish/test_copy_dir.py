@@ -1,6 +1,7 @@
 """A copy that outlives its publisher: the chain goes on, and only a true copy is believed."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -37,6 +38,17 @@ def _received(store: Path, version: int, like: State) -> State:
     held = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     Receiver(store).sync(None, WeightVersion(version), TensorTarget(held))
     return held
+
+
+def test_a_record_that_is_a_pipe_is_no_copy(
+    begun: tuple[Path, Path], states: tuple[State, ...], same: Same
+) -> None:
+    store, copy_dir = begun
+    (copy_dir / "copy-00000.json").unlink()
+    os.mkfifo(copy_dir / "copy-00000.json")
+    with Publisher(store, work=WorkSettings(copy_dir=copy_dir)) as publisher:
+        assert publisher.publish(states[2]).is_full
+    assert same(_received(store, 3, states[0]), states[2])
 
 
 def test_a_restarted_publisher_goes_on_with_a_delta(

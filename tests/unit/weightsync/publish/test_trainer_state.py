@@ -3,13 +3,15 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.elements.bits import bits_of
 from weightsync.publish.trainer_state import TrainerState
+from weightsync.receive.target import TensorTarget
 
 
 def test_a_gathered_tensor_is_free_before_the_next_request() -> None:
@@ -76,6 +78,60 @@ def test_ties_are_one_memory_seen_in_one_way() -> None:
     }
     assert TrainerState(state).ties == {"b": "a"}
     assert TrainerState(state, finds_ties=False).ties == {}
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that wraps another one, most operations of which give plain tensors, as torchao's
+    for training in float8 do: torch gives 0 as the address of each."""
+
+    inner: torch.Tensor
+    kept = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapped":
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, strides=inner.stride()
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, _: Any, given: Any, kwargs: Any = None) -> Any:
+        plain = [part.inner if isinstance(part, cls) else part for part in given]
+        made = operation(*plain, **(kwargs or {}))
+        return cls(made) if cls is Opaque or operation in cls.kept else made
+
+
+class Opaque(Wrapped):
+    """Every operation gives a tensor that wraps another one."""
+
+
+def test_tensors_without_memory_of_their_own_are_tied_to_no_other() -> None:
+    state = {name: Wrapped(torch.full((4,), value)) for name, value in (("a", 1.0), ("b", 2.0))}
+    given = TrainerState(state)
+    assert given.ties == {}
+    assert [piece.bits(own=True).view("f4")[0] for piece in given] == [1.0, 2.0]
+    (piece,) = TrainerState({"c": Opaque(torch.zeros(4))})
+    with pytest.raises(Unsupported, match="c is a Opaque: "):
+        piece.bits(own=True)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 40])
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(kept_bytes: int) -> None:
+    """FSDP and offloading keep a tensor's shape: to read it would end the trainer's process, or
+    publish what lies behind it."""
+    freed = torch.ones(10, 10)
+    freed.untyped_storage().resize_(kept_bytes)
+    for taken in (lambda: TrainerState({"w": freed}), lambda: TensorTarget({"w": freed})):
+        with pytest.raises(Unsupported, match="w: its memory was freed"):
+            taken()
+    kept = torch.ones(10, 10)[2:4, ::3].t()
+    assert [piece.entry for piece in TrainerState({"w": kept, "one": torch.ones(1).expand(9)})]
+
+
+def test_names_of_several_types_are_refused() -> None:
+    with pytest.raises(Unsupported, match="tensor name 1: names are strings"):
+        TrainerState({1: torch.zeros(1), "a": torch.zeros(1)})  # type: ignore[dict-item]
 
 
 def test_a_module_in_place_of_its_state_is_a_mistake() -> None:

@@ -115,3 +115,12 @@ def test_where_no_store_is_the_list_says_what_to_do(
 ) -> None:
     assert _exit_code("ls", str(tmp_path)) == 2
     assert "publish a version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://a b", "http://u:p@127.0.0.1:1", "nofs://bucket/weights"])
+def test_a_place_of_stores_that_is_none_ends_a_server_at_its_start(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each request would be answered with "no store", as if its name were wrong."""
+    assert _exit_code("relay", url, "--cache", str(tmp_path), "--port", "0") == 2
+    assert capsys.readouterr().err.startswith("rosemux: ")

@@ -100,3 +100,28 @@ async def test_readers_that_wait_at_many_stores_delay_no_read(
         for task in waiting:
             task.cancel()
         await served.close()
+
+
+class ClosableSource(DirectorySource):
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_requests_for_many_names_end_no_reader_s_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names come from clients: a tenant of `job-a-*` may ask for any number of them."""
+    root = StoreRoot(tmp_path)
+    monkeypatch.setattr(root, "store", lambda _: ClosableSource(tmp_path))
+    served = SourceStores(root)
+    first = served.store("job-a").source
+    for number in range(2000):
+        served.store(f"job-b-{number}")
+    assert isinstance(first, ClosableSource)
+    assert not first.closed
+    last = served.store("job-b-1999").source
+    await served.close()
+    assert isinstance(last, ClosableSource)
+    assert last.closed
