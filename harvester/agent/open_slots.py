@@ -51,6 +51,9 @@ class OpenSlots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
 
