@@ -14,7 +14,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 from harvester.contracts.page import Guest
 
 _LOOK_S = 0.002
-"""Less than a step: each is seen before the next one ends."""
+"""Less than a step. As the guest writes its page every 20 ms at most, few shorter ones are seen."""
 
 
 @dataclass(slots=True)

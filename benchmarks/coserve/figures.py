@@ -108,22 +108,33 @@ def _steps_of(slices: Sequence[ArmSlice], arm: Arm) -> dict[str, Any]:
         met.update(each.steps_met)
     steps = sum(each.guest_steps for each in own)
     histogram = dict(sorted(met.items()))
-    overheads = [1e6 * s.step_work_s / s.guest_steps for s in own if s.guest_steps]
+    works = [(1e6 * s.step_work_s, s.guest_steps) for s in own]
     beyond = [
-        sum(count for number, count in s.steps_met.items() if number > STEPS_MET_MAX)
-        / sum(s.steps_met.values())
+        (
+            sum(count for number, count in s.steps_met.items() if number > STEPS_MET_MAX),
+            sum(s.steps_met.values()),
+        )
         for s in own
-        if s.steps_met
     ]
     return {
         "step_overhead_us": 1e6 * sum(s.step_work_s for s in own) / steps if steps else None,
-        "step_overhead_interval_us": mean_interval(overheads),
+        "step_overhead_interval_us": _ratio_interval(works),
         "steps_met": histogram,
         # Without a step there is nothing to meet.
         "steps_met_p99": percentile_of(histogram, 99) if steps else None,
-        "steps_met_beyond_interval": mean_interval(beyond) if steps else None,
+        "steps_met_beyond_interval": _ratio_interval(beyond) if steps else None,
         "steps_unseen_ratio": sum(s.steps_missed for s in own) / steps if steps else None,
     }
+
+
+def _ratio_interval(slices: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Interval of a ratio of sums over slices, of which each has both parts (Cochran, Sampling
+    Techniques, 6.4)."""
+    whole = fmean(part for _, part in slices) if slices else 0.0
+    if not whole:
+        return None
+    ratio = fmean(part for part, _ in slices) / whole
+    return mean_interval([ratio + (part - ratio * of) / whole for part, of in slices])
 
 
 def _speeds(slices: Sequence[ArmSlice], arm: Arm, base: Arm) -> dict[str, Any]:

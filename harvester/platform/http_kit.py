@@ -6,6 +6,7 @@ An error reply is `{"error": MESSAGE}`; `STATUSES` apply to every service.
 import asyncio
 import errno
 import logging
+import math
 import os
 import resource
 import signal
@@ -298,10 +299,16 @@ class _WithoutSentLines(logging.Filter):
 _log.addFilter(_WithoutSentLines())
 
 
-def raise_descriptor_limit() -> None:
+def raise_descriptor_limit(most: float = math.inf) -> None:
+    """Raise the process's soft limit to the hard one, or to `most` if that is less."""
     with suppress(OSError, ValueError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        soft, hard = (
+            math.inf if limit == resource.RLIM_INFINITY else limit
+            for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+        )
+        if soft < (wanted := min(most, hard)):
+            limits = [resource.RLIM_INFINITY if x == math.inf else int(x) for x in (wanted, hard)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0], limits[1]))
 
 
 @asynccontextmanager

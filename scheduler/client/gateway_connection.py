@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 _SWITCH_S = 450.0
 """Every dedicated engine loads the version meanwhile: by default within 420 s. A call is also not
 repeated for longer."""
+_MOST_DESCRIPTORS = 65_536
+"""Trainers start processes, which inherit the limit, and some go through all it allows."""
 WRONG_CALL = frozenset({400, 401, 403, 404, 413})
 """Statuses by which the gateway says that the caller has to change the call."""
 
@@ -55,7 +57,7 @@ class GatewayConnection:
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # A step may have more turns open at once than shells allow files.
-            raise_descriptor_limit()
+            raise_descriptor_limit(_MOST_DESCRIPTORS)
             connector = aiohttp.TCPConnector(
                 limit=0,  # The gateway decides what waits.
                 socket_factory=lambda address: keep_alive(socket(*address[:3])),

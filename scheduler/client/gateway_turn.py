@@ -8,6 +8,7 @@ prompt ends with them. Holds no socket.
 from collections.abc import Callable, Sequence
 
 import msgspec
+import xxhash
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
@@ -57,7 +58,7 @@ class GatewayTurn:
             self._parts += 1
             self._request = msgspec.structs.replace(
                 self._request,
-                request_id=f"{turn.request.request_id}.rest{self._parts}"[-MAX_ID_CHARS:],
+                request_id=_rest_id(turn.request.request_id, self._parts),
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
                 # The numerics of the tokens that are here, not of the rest's own first token.
@@ -143,3 +144,11 @@ class GatewayTurn:
 
 def _origin(span: Span) -> Span:
     return msgspec.structs.replace(span, start=0, end=0)
+
+
+def _rest_id(request_id: str, part: int) -> str:
+    """Id of the request for the rest of a turn; of a long one's, a digest stands for it."""
+    found = f"{request_id}.rest{part}"
+    if len(found) <= MAX_ID_CHARS:
+        return found
+    return f"{xxhash.xxh3_128_hexdigest(request_id.encode())}.rest{part}"

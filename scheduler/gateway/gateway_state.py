@@ -218,12 +218,13 @@ class SchedulerState:
         )
         return ledger, times[0] if times else 0.0
 
-    def keep_budgets(self, ledger: BudgetLedger, *, at_s: float, repeated: bool = False) -> None:
+    def keep_budgets(self, ledger: BudgetLedger, *, at_s: float) -> None:
         """Keep all that has changed, or nothing. Raises sqlite3.Error.
 
-        `repeated`: of reports alone, which agents send again: no wait for the disk each second.
+        Does not wait for the disk, as it comes with each renewal of a lease: a power cut takes back
+        seconds, which agents report again, and with them the allotments that they have.
         """
-        self._db.execute(f"PRAGMA synchronous={'NORMAL' if repeated else 'FULL'}")
+        self._db.execute("PRAGMA synchronous=NORMAL")
         with ExitStack() as after, self._db:
             after.callback(self._db.execute, "PRAGMA synchronous=FULL")
             self._db.execute("BEGIN")

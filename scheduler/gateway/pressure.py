@@ -25,11 +25,17 @@ _OWN_DESCRIPTORS = 64
 HELD_BODY: Final = web.RequestKey("held_body", ExitStack)
 """Count of a request's body: closed with its reply, unless its handler takes it over."""
 
-KEPT_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+KEPT_ALIVE = tuple(
+    (level, getattr(socket, option), value)
+    for level, option, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 30),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+        # No probe is sent while a stream's bytes are unacknowledged.
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000),
+    )
+    if hasattr(socket, option)  # macOS, where clients may run, lacks some.
 )
 """Finds within a minute, on either side, that the other one has gone without a packet: its machine
 was cut off or started anew, or a balancer dropped a connection on which a turn waits for long."""

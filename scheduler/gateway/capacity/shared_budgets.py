@@ -34,7 +34,7 @@ class BudgetAllotments:
                 slot = f"{offer.node}.{offer.slot}"
                 self._ledger.observe(offer.budget, slot=slot, epoch=offer.epoch, now=now)
         self._ledger.forget(now=now)
-        self._keep(now, repeated=True)
+        self._keep(now)
 
     def allot(self, offer: SlotOffer | None, *, epoch: Epoch | None = None) -> Allotment | None:
         """For a new lease of the slot, or the renewal of its lease of this epoch. None for an agent
@@ -55,9 +55,9 @@ class BudgetAllotments:
     def all(self) -> list[SharedBudget]:
         return self._ledger.budgets(now=self._now())
 
-    def _keep(self, now: float, *, repeated: bool = False) -> bool:
+    def _keep(self, now: float) -> bool:
         try:
-            self._state.keep_budgets(self._ledger, at_s=now, repeated=repeated)
+            self._state.keep_budgets(self._ledger, at_s=now)
         except sqlite3.Error as error:
             if not self.fault:
                 _log.error("error budgets cannot be stored, and none is allotted: %s", error)

@@ -116,6 +116,7 @@ class PhaseClient:
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
+        self._opening = threading.Lock()
         if self._gateway is not None:
             # A job that its gateway refuses must take no nodes.
             self._gateway.switch_off()
@@ -158,18 +159,21 @@ class PhaseClient:
 
         Raises Exhausted where no permit came in time, ConfigError for a phase it has not.
         """
-        if self._open is not None:
-            raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
-        # Before the wait: another thread of the process would be granted the same permit.
-        self._open = kind
+        with self._opening:
+            if self._open is not None:
+                raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+            # Before the wait: another thread of the process would be granted the same permit.
+            self._open = kind
         waits_s = self._clock.now()
         try:
             granted, asked_s = self._awaited(kind, cancelled or threading.Event())
         except BaseException:
             # A permit that has come unseen goes with the wait, and its nodes to another job.
-            self._loaded.release()
-            self._calls.withdraw(self._holder)
-            self._open = None
+            try:
+                self._loaded.release()
+                self._calls.withdraw(self._holder)
+            finally:
+                self._open = None
             raise
         granted_s = self._clock.now()
         permit = Permit(

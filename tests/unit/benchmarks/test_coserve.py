@@ -227,6 +227,7 @@ def measured(**changes: Any) -> dict[str, Any]:
         "production_busy_share": 0.7,
         "step_overhead_interval_us": (29.0, 31.0),
         "steps_met_beyond_interval": (0.0, 0.002),
+        "steps_unseen_ratio": 0.01,
         "orders_balanced": True,
     } | changes
 
@@ -235,6 +236,8 @@ def test_a_verdict_needs_enough_requests_and_a_narrow_interval() -> None:
     assert set(verdicts(measured(), requests=5000).values()) == {GoalVerdict.MET}
     few = verdicts(measured(), requests=4999)
     assert few["ttft_p50"] is few["itl_p99"] is GoalVerdict.OPEN
+    blind = verdicts(measured(steps_unseen_ratio=0.8), requests=5000)
+    assert blind["steps_met_p99"] is GoalVerdict.OPEN
     wide = measured()
     wide["half_widths"]["itl_mean"] = 0.025
     assert verdicts(wide, requests=5000)["itl_mean"] is GoalVerdict.OPEN

@@ -22,10 +22,12 @@ def test_each_figure_of_the_readme_is_in_the_readme_of_its_benchmark(
         linked = re.search(r"benchmarks/(\w+)/README|\((\w+)\)$", question)
         name = linked[1] or linked[2] if linked else name
         page = (repository / f"benchmarks/{name}/README.md").read_text()
-        measured = [value * unit for value, _ in figures(page) for unit in (1e-3, 1, 1e3)]
-        for value, decimals in figures(result):
-            if not any(abs(value - each) <= 0.501 * 10**-decimals for each in measured):
-                missing.append((name, value))
+        measured = {value for value, _ in figures(page)}
+        missing += [
+            (name, value)
+            for value, decimals in figures(result)
+            if value not in {round(each, decimals) for each in measured}
+        ]
     assert missing == []
 
 

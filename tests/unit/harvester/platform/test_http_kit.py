@@ -36,6 +36,7 @@ from harvester.platform.http_kit import (
     errors_as_replies,
     json_reply,
     listen,
+    raise_descriptor_limit,
     run_until,
     serving,
     token_required,
@@ -277,6 +278,17 @@ async def test_a_service_may_have_as_many_connections_as_the_hard_limit_of_descr
     try:
         async with serving(web.Application()):
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_soft_limit_of_descriptors_is_raised_to_a_bound_and_never_lowered() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        for most, found in ((512, 512), (300, 512)):
+            raise_descriptor_limit(most)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (found, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

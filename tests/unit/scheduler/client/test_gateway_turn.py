@@ -241,17 +241,23 @@ def test_a_turn_that_was_begun_anew_elsewhere_is_another_one_though_its_tokens_a
     assert at_gateway.request().token_ids == (*PROMPT, 1, 2)
 
 
-def test_the_rest_of_a_turn_with_the_longest_id_has_an_id_that_a_gateway_takes() -> None:
-    turn, _ = opened()
-    request = msgspec.structs.replace(turn.request, request_id="r" * 200)
-    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
-    assert turn is not None
-    at_gateway = GatewayTurn(turn, b"")
-    fold(at_gateway, chunk([1], (0, 1, 1)))
-    with pytest.raises(Interrupted):
-        fold(at_gateway, chunk([5], (0, 1, 2)))
-    at_gateway.request()
-    assert decode_generate(at_gateway.body).request_id.endswith(".rest1")
+def test_the_rests_of_turns_with_the_longest_ids_have_ids_of_their_own_that_a_gateway_takes() -> (
+    None
+):
+    first, _ = opened()
+    rests = set()
+    for begins in "ab":
+        request = msgspec.structs.replace(first.request, request_id=begins + "r" * 199)
+        turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+        assert turn is not None
+        at_gateway = GatewayTurn(turn, b"")
+        fold(at_gateway, chunk([1], (0, 1, 1)))
+        with pytest.raises(Interrupted):
+            fold(at_gateway, chunk([5], (0, 1, 2)))
+        at_gateway.request()
+        rests.add(decode_generate(at_gateway.body).request_id)
+    assert len(rests) == 2
+    assert all(rest.endswith(".rest1") for rest in rests)
 
 
 def test_a_turn_that_moved_between_two_replies_is_the_same_one() -> None:

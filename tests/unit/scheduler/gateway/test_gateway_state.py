@@ -59,15 +59,22 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
 
 
 def test_a_power_cut_takes_back_no_version_that_was_acknowledged(tmp_path: Path) -> None:
-    """Each commit waits for the disk (2: FULL), but for reports, which agents repeat."""
+    """A commit waits for the disk (2: FULL), but for budgets, which agents report again."""
     state = SchedulerState(tmp_path / "state.db")
-    for keep in (
-        lambda: state.publish(published(A, "sa", 1)),
-        lambda: state.keep_budgets(BudgetLedger(), at_s=1.0),
-        lambda: state.keep_budgets(BudgetLedger(), at_s=2.0, repeated=True),
-    ):
-        keep()
-        assert state._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    mode = state._db.execute("PRAGMA synchronous").fetchone()
+    statements: list[str] = []
+    state._db.set_trace_callback(statements.append)
+    state.publish(published(A, "sa", 1))
+    state.keep_budgets(BudgetLedger(), at_s=1.0)
+    state.publish(published(A, "sa", 2))
+    state._db.set_trace_callback(None)
+    assert mode == state._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    order = [one for one in statements if one.startswith(("PRAGMA", "BEGIN"))]
+    assert order == [
+        "BEGIN",
+        *("PRAGMA synchronous=NORMAL", "BEGIN", "PRAGMA synchronous=FULL"),
+        "BEGIN",
+    ]
     state.close()
 
 
