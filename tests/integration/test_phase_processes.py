@@ -221,7 +221,7 @@ def test_a_metrics_port_that_is_taken_ends_the_start_with_one_line(
             timeout=60,
             check=False,
         )
-    assert ended.returncode == 2
+    assert ended.returncode == 75, "the port may be free later"
     (told,) = ended.stderr.splitlines()
     assert told.startswith(f"rosemux: cannot listen on 127.0.0.1:{free_port}: ")
     assert told.endswith("; set another --metrics-port")

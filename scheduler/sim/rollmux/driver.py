@@ -130,7 +130,8 @@ class Driver:
         effects = self._runtime.observe(event, now=self._now)
         if self._runtime.cluster.layout_changed:
             self._update_nodes()
-        for effect in effects:
+        # A job whose node failed is off its other nodes before another one loads there.
+        for effect in sorted(effects, key=_ends_nothing):
             self._carry_out(effect)
         return effects
 
@@ -394,3 +395,7 @@ class Driver:
                 **part,
                 **fields,
             )
+
+
+def _ends_nothing(effect: RuntimeEffect) -> bool:
+    return not (isinstance(effect, EndPermit) and effect.ended is PermitEndReason.LEFT)

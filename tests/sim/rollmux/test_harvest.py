@@ -89,7 +89,7 @@ def away(undivided: list[SimulatedJob]) -> HarvestResult:
 
 @pytest.fixture(scope="module")
 def failing(undivided: list[SimulatedJob]) -> HarvestResult:
-    harsh = Disruptions(seed=1, node_mtbf_s=5 * 3600.0, leaving_ratio=0.2)
+    harsh = Disruptions(seed=4, node_mtbf_s=5 * 3600.0, leaving_ratio=0.2)
     supply = LeaseSupply(given_s=UNEVEN, turns_s=OFTEN)
     return run_harvest(undivided, supply, disruptions=harsh, record=True)
 

@@ -76,10 +76,12 @@ def test_hostile_requests_and_strikes_have_names_of_their_own() -> None:
     assert len(STRIKES) <= 50, "each strikes at least once in a run"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_virtual_scenarios_open_slots_and_violate_nothing(tmp_path: Path, seed: int) -> None:
     evidence, struck = run_in(tmp_path, seed, lasts_s=8.0)
-    assert was_open(evidence)
+    scraped = seed == 2
+    assert bool(evidence.scraped) == scraped
+    assert was_open(evidence) != scraped, "a slot with a metrics_url is only observed"
     assert set(struck) <= set(FAULTS)
     assert judged(evidence).notes == []
     assert not list(tmp_path.iterdir())
