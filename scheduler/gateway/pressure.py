@@ -32,13 +32,14 @@ KEPT_ALIVE = tuple(
         (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 30),
         (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
         (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-        # No probe is sent while a stream's bytes are unacknowledged.
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000),
     )
     if hasattr(socket, option)  # macOS, where clients may run, lacks some.
 )
 """Finds within a minute, on either side, that the other one has gone without a packet: its machine
-was cut off or started anew, or a balancer dropped a connection on which a turn waits for long."""
+was cut off or started anew, or a balancer dropped a connection on which a turn waits for long.
+
+No TCP_USER_TIMEOUT: it would find the same of a stream, but also end one whose client lives and
+reads nothing for a while, as a trainer's event loop does in a training step."""
 
 
 def keep_alive(connection: Any) -> Any:
