@@ -131,7 +131,7 @@ class Driver:
         if self._runtime.cluster.layout_changed:
             self._update_nodes()
         # A job whose node failed is off its other nodes before another one loads there.
-        for effect in sorted(effects, key=_ends_nothing):
+        for effect in sorted(effects, key=lambda effect: not _evicts(effect)):
             self._carry_out(effect)
         return effects
 
@@ -397,5 +397,5 @@ class Driver:
             )
 
 
-def _ends_nothing(effect: RuntimeEffect) -> bool:
-    return not (isinstance(effect, EndPermit) and effect.ended is PermitEndReason.LEFT)
+def _evicts(effect: RuntimeEffect) -> bool:
+    return isinstance(effect, EndPermit) and effect.ended is PermitEndReason.LEFT

@@ -218,8 +218,8 @@ def test_a_move_is_ordered_at_an_iteration_s_end_and_made_at_the_next_begin() ->
     assert not control.service.cluster.planner.table.leaving_groups(JobId("b"))
 
 
-def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_path: Path) -> None:
-    control = Control(state=tmp_path / "state.sqlite")
+def ordered_to_move(control: Control) -> Accepted:
+    """Job b beside job a, as told at the end of an iteration."""
     control.submit(submission("a"), submission("b"))
     control.runs("b")
     ask_to_move(control.service.cluster, "b")
@@ -227,6 +227,12 @@ def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_pat
     control.leave("b")
     left = control.phase("b", TRAINING, 15.0)
     assert isinstance(left, Accepted)
+    return left
+
+
+def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    left = ordered_to_move(control)
     assert left.move is not None
     control = control.restarted()
     epoch = control.service.policy.permit(JobId("b")).epoch  # type: ignore[union-attr]
@@ -427,12 +433,7 @@ def test_a_process_that_gives_up_leaves_its_place_to_the_one_that_followed_it() 
 
 def test_a_submission_by_hand_is_no_word_of_the_job_s_process() -> None:
     control = Control()
-    control.submit(submission("a"), submission("b"))
-    control.runs("b")
-    ask_to_move(control.service.cluster, "b")
-    control.pass_time(60.0, beats="b")
-    control.leave("b")
-    left = control.phase("b", TRAINING, 15.0)
+    left = ordered_to_move(control)
     assert left.move is not None
     (shown,) = control.submit_by_hand(submission("b"))
     # Its state is on its old nodes until its process says otherwise.
