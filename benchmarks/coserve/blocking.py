@@ -1,7 +1,7 @@
 """Guest steps that one production request meets before its first token.
 
 A step meets a request if it is under way when the request is due, or begins before the request has
-its first token. Steps are read from the guest's page, which has the last one, as they end.
+its first token. Steps are read from the guest's page, which has the latest ones.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from benchmarks.testbed.production_request import ProductionRequest
 from harvester.contracts.page import Guest
 
-_LOOK_S = 0.002
-"""Less than a step. As the guest writes its page every 20 ms at most, few shorter ones are seen."""
+_LOOK_S = 0.01
+"""Less than the guest leaves between two pages."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class StepWatch:
     steps_s: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each seen step, by CLOCK_MONOTONIC, in s; in the order of their ends."""
     missed: int = 0
-    """Steps that ended between two looks, but for the last of them."""
+    """Steps that the page no longer had when it was looked at."""
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -33,12 +33,13 @@ class StepWatch:
             before = self.look(before)
 
     def look(self, before: int) -> int:
-        """Takes the step that ended since `before` steps had; returns how many have by now."""
+        """Takes the steps that ended since `before` steps had; returns how many have by now."""
         guest = self.guest()
-        if guest.steps_finished > before:
-            end_s = guest.last_step_end_ns * 1e-9
-            self.steps_s.append((end_s - guest.last_step_s, end_s))
-            self.missed += guest.steps_finished - before - 1
+        ended = guest.steps_finished - before
+        if ended > 0:
+            seen = guest.latest_steps_ns[-ended:]
+            self.steps_s += [(start_ns * 1e-9, end_ns * 1e-9) for start_ns, end_ns in seen]
+            self.missed += ended - len(seen)
         return guest.steps_finished
 
 

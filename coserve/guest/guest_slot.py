@@ -6,8 +6,7 @@ Imports nothing of vLLM.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from pathlib import Path
@@ -44,9 +43,11 @@ _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
 bounds of an agent's settings."""
 _LOOK_NS = 100_000_000
 """Interval at which the guest checks that its page still exists."""
-_STEP_PAGE_NS = 20_000_000
+_STEP_PAGE_NS = 50_000_000
 """Least time between two pages that only tell of steps: the agent looks every 100 ms, and a page
 that is written out of an engine's cold caches takes 0.1 ms."""
+_HELD_TOKENS = 256
+"""A decision counts the context in multiples of this, rounded up, so that it holds as it grows."""
 _LENDING_NS = 1_000_000_000
 _FAULT_CHARACTERS = 300
 
@@ -76,6 +77,42 @@ class GuestQueue:
     memory: GuestMemory = field(default_factory=GuestMemory)
 
 
+class OwnWork:
+    """CPU time of one thread between entering and leaving; not entered twice at once."""
+
+    __slots__ = ("_began_ns", "total_s")
+
+    def __init__(self) -> None:
+        self._began_ns, self.total_s = 0, 0.0
+
+    def __enter__(self) -> None:
+        self._began_ns = thread_time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += (thread_time_ns() - self._began_ns) * 1e-9
+
+
+@dataclass(slots=True)
+class _SeenPages:
+    """Conclusions from the pages as last read. Most steps begin and end between two writes of a
+    page, which come each 100 ms."""
+
+    pages: tuple[Reading[Grant] | Reading[PulseHead], ...] = ()
+    moment: ProductionMoment | None = None
+    """None if it is unknown, or not asked for yet."""
+    decision: StepDecision | None = None
+    """A step beside idle production without a rest: it may begin again while the load is as it
+    was, since only a page can tell of an arrival."""
+    load: tuple[int, int] = (0, 0)
+    """Decodes and context tokens of the decision."""
+
+    def of(self, pages: tuple[Reading[Grant] | Reading[PulseHead], ...]) -> "_SeenPages":
+        """Itself while each page is the same reading as before."""
+        if len(pages) == len(self.pages) and all(map(is_, pages, self.pages)):
+            return self
+        return _SeenPages(pages)
+
+
 class GuestSlot:
     """Decisions and accounts of one guest on one slot."""
 
@@ -91,9 +128,7 @@ class GuestSlot:
         self._pulses_read: Sequence[Reading[PulseHead]] = ()
         """Pulse pages as read for the last decision."""
         self._token_limit = token_limit
-        self._moment: ProductionMoment | None = None
-        self._moment_of: tuple[object, ...] = ()
-        """Readings that show the moment."""
+        self._seen = _SeenPages()
         self.steps = GuestSteps()
         self.load = GuestQueue()
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
@@ -106,7 +141,7 @@ class GuestSlot:
         self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
-        self._decide_s = self._work_s = 0.0
+        self._decide_s, self._work = 0.0, OwnWork()
         self._lending_ns, self._lends = 0, Lending()
         self._closed = False
         self._lock = threading.Lock()
@@ -125,23 +160,15 @@ class GuestSlot:
             if grant.record is not None:
                 self._granted_ns, self.granted = now_ns, grant.record
                 pulses = self._pulses.read(grant.record, now_ns=now_ns)
-            guest = GuestLoad(
-                step_time=self.steps.model,
-                decodes=self.load.running,
-                context_tokens=self.load.kv_tokens,
-                launched_s=self.steps.launched_s,
-                cap=self._token_limit,
-                rest_s=self.steps.rest_s,
-                quiet_s=self.steps.quiet_s,
-                rested_ns=self.steps.rested_ns,
-                last_end_ns=self.steps.last_end_ns,
-                last_own_s=self.steps.last_own_s,
-            )
-            may_probe = now_ns > self.steps.probe_ns
-            decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
-            if decision.owed_s is not None:
-                self.steps.rest_s, self.steps.rested_ns = decision.owed_s, now_ns
             self._pulses_read = pulses
+            seen = self._seen = self._seen.of((grant, *pulses))
+            load = self.load.running, -(-self.load.kv_tokens // _HELD_TOKENS) * _HELD_TOKENS
+            decision = seen.decision
+            if decision is None or load != seen.load or self.steps.owes:
+                decision = self._decided(grant, pulses, load, now_ns)
+                holds = decision.open and decision.owed_s is not None
+                holds = holds and decision.mean_wait_s is None and not self.steps.owes
+                seen.decision, seen.load = decision if holds else None, load
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
             self.last = decision
@@ -149,6 +176,32 @@ class GuestSlot:
                 self._for_step = decision
                 self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
             return decision
+
+    def _decided(
+        self,
+        grant: Reading[Grant],
+        pulses: Sequence[Reading[PulseHead]],
+        load: tuple[int, int],
+        now_ns: int,
+    ) -> StepDecision:
+        steps = self.steps
+        guest = GuestLoad(
+            step_time=steps.model,
+            decodes=load[0],
+            context_tokens=load[1],
+            launched_s=steps.launched_s,
+            cap=self._token_limit,
+            rest_s=steps.rest_s,
+            quiet_s=steps.quiet_s,
+            rested_ns=steps.rested_ns,
+            last_end_ns=steps.last_end_ns,
+            last_own_s=steps.last_own_s,
+        )
+        may_probe = now_ns > steps.probe_ns
+        decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
+        if decision.owed_s is not None:
+            steps.rest_s, steps.rested_ns = decision.owed_s, now_ns
+        return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
         """Futex words of the slot's pages, to wait on."""
@@ -227,20 +280,16 @@ class GuestSlot:
             if wait_s is not None:
                 self.steps.rest(wait_s, self.granted, chance=random())
 
-    @contextmanager
-    def own_work(self) -> Iterator[None]:
+    def own_work(self) -> "OwnWork":
         """Accounts for the CPU time of the calling thread, which is the engine loop's."""
-        began_ns = thread_time_ns()
-        yield
-        self._work_s += (thread_time_ns() - began_ns) * 1e-9
+        return self._work
 
     def aborted(self, requests: int) -> None:
         self._aborted += requests
 
-    def publish_step(self) -> None:
-        """Write the guest page after a step, unless it has been written just before."""
-        if monotonic_ns() - self._published_ns >= _STEP_PAGE_NS:
-            self.publish()
+    def page_due(self) -> bool:
+        """Whether to write the guest page after a step, or it has been written just before."""
+        return monotonic_ns() - self._published_ns >= _STEP_PAGE_NS
 
     def publish(self) -> None:
         """Write the guest page."""
@@ -296,9 +345,10 @@ class GuestSlot:
             aborted_total=self._aborted,
             closings_total=self._closings,
             decide_s_mean=self._decide_s,
-            step_work_s_total=self._work_s,
+            step_work_s_total=self._work.total_s,
             lending=self._lending(now_ns),
             steps_met=tuple(steps.met.counts),
+            latest_steps_ns=tuple(steps.latest_ns),
         )
 
     def _lending(self, now_ns: int) -> Lending:
@@ -317,11 +367,10 @@ class GuestSlot:
     def _production(
         self, read: Sequence[Reading[PulseHead]], now_ns: int
     ) -> ProductionMoment | None:
-        # Most steps begin and end between two writes of production's pages, which come each 100 ms.
-        pages = (self._grant, *read)
-        if len(pages) != len(self._moment_of) or not all(map(is_, pages, self._moment_of)):
-            self._moment, self._moment_of = self._shown(read, now_ns), pages
-        return self._moment
+        seen = self._seen = self._seen.of((self._grant, *read))
+        if seen.moment is None:
+            seen.moment = self._shown(read, now_ns)
+        return seen.moment
 
     def _shown(self, read: Sequence[Reading[PulseHead]], now_ns: int) -> ProductionMoment | None:
         """Production's state by readings of all pulses; None without the grant or one of them."""

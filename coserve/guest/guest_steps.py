@@ -21,6 +21,8 @@ _REST_MAX_S = 3600.0
 """A stall is no step: error budget and proof account for its harm to production."""
 _CALIBRATIONS_NS = 1_000_000_000
 """Interval at which the published calibrations are recomputed."""
+_LATEST_STEPS = 32
+"""More than end between two pages (50 ms), unless steps are shorter than 2 ms."""
 _MOST_MET = 4
 """The last of the counts holds requests that met as many steps or more."""
 
@@ -61,6 +63,8 @@ class StepsMet:
         """Record the begin or end of a step. `requests` counts production's requests so far,
         `waiting` those without a first token, `under_way` other steps that ran since the last
         call."""
+        if requests == self._seen and not self._waiting:
+            return
         if self._seen is None or requests < self._seen:
             self.forget()
             self._seen = requests - waiting
@@ -100,6 +104,8 @@ class GuestSteps:
     """The last step's time without production's: what an arrival may have to wait for."""
     last_predicted_s: float = 0.0
     last_end_ns: int = 0
+    latest_ns: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST_STEPS))
+    """Start and end of the latest steps."""
     probe_ns: int = 0
     """Earliest time of the next probe."""
     rest_s: float = 0.0
@@ -111,6 +117,11 @@ class GuestSteps:
     _launched: deque[_Launched] = field(default_factory=deque)
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     _calibrated_ns: int = 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether a step runs, or the last one still owes a rest."""
+        return bool(self._launched) or self.quiet_s > 0.0
 
     @property
     def launched_s(self) -> float:
@@ -155,6 +166,7 @@ class GuestSteps:
         self.last_tokens = step.decodes + step.prefill_tokens
         self.last_end_ns = self.rested_ns = now_ns
         self.probe_ns = now_ns + int(_PROBE_RATIO * self.last_own_s * 1e9)
+        self.latest_ns.append((start_ns, now_ns))
         self.finished_total += 1
         self.tokens_total += self.last_tokens
         self._learn(step, production)

@@ -18,6 +18,7 @@ with their duration.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ _LEAST_S = 1e-9
 _OVER_GAIN = 0.01
 _CALIBRATION_WINDOW = 512
 _FITTED_EACH = 50
-_FITTED_TOGETHER, _FITTED_S = 64, 0.5
+_FITTED_TOGETHER, _FITTED_S = 128, 0.5
 """Most steps of one fit after the first `_FITTED_EACH`, and the time in s that they take in all: a
 step empties the caches, and a fit out of memory takes 0.1 to 0.2 ms."""
 # An observation 200 ago weighs 1/e.
@@ -152,11 +153,16 @@ class StepTimeModel:
     _points: list[tuple[float, ...]] = field(default_factory=list, repr=False)
     """Steps that are not fitted yet, with their times."""
     _values: list[float] = field(default_factory=list, repr=False)
+    _together_s: float = field(default=0.0, repr=False)
+    """Sum of `_values`."""
     _ratios: deque[float] = field(init=False, repr=False)
     """The latest step times over their means."""
+    _ordered: list[float] = field(init=False, repr=False)
+    """`_ratios` in ascending order."""
 
     def __post_init__(self) -> None:
-        self._ratios = deque([self.factor] * _PRIOR_STEPS, maxlen=_QUANTILE_STEPS)
+        self._ratios = deque([self.factor] * _PRIOR_STEPS)
+        self._ordered = list(self._ratios)
 
     def predict_s(self, *, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
@@ -186,21 +192,32 @@ class StepTimeModel:
         self, *, decodes: int, prefill_tokens: int, context_tokens: int, step_s: float
     ) -> None:
         """Fold in one step that production did not disturb."""
-        x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
-        before = self.base_s, self.decode_s, self.prefill_s, self.context_s
-        mean = sum([each * value for each, value in zip(before, x, strict=True)])
-        self.over_ratio += _OVER_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
+        predicted_s = self.predict_s(
+            decodes=decodes, prefill_tokens=prefill_tokens, context_tokens=context_tokens
+        )
+        mean_s = predicted_s / self.factor
+        self.over_ratio += _OVER_GAIN * ((step_s > predicted_s) - self.over_ratio)
         step_s = max(step_s, _SHORTEST_STEP_S)
-        self._points.append(x)
+        self._points.append((1.0, decodes, prefill_tokens, context_tokens / CONTEXT_UNIT_TOKENS))
         self._values.append(step_s)
+        self._together_s += step_s
         together = 1 if self.samples < _FITTED_EACH else _FITTED_TOGETHER
-        if len(self._points) >= together or sum(self._values) >= _FITTED_S:
-            after = self._fit.updated(before, self._points, self._values)
-            self.base_s, self.decode_s, self.prefill_s, self.context_s = after
-            self._points.clear()
-            self._values.clear()
-        self._ratios.append(step_s / max(mean, _SHORTEST_STEP_S))
+        if len(self._points) >= together or self._together_s >= _FITTED_S:
+            self._fit_together()
+        ratio = step_s / max(mean_s, _SHORTEST_STEP_S)
+        self._ratios.append(ratio)
+        insort(self._ordered, ratio)
+        if len(self._ratios) > _QUANTILE_STEPS:
+            del self._ordered[bisect_left(self._ordered, self._ratios.popleft())]
         # The rank makes the factor cover the next step as often as the quantile says.
         rank = math.ceil(self.quantile * (len(self._ratios) + 1))
-        self.factor = max(1.0, sorted(self._ratios)[min(rank, len(self._ratios)) - 1])
+        self.factor = max(1.0, self._ordered[min(rank, len(self._ratios)) - 1])
         self.samples += 1
+
+    def _fit_together(self) -> None:
+        before = self.base_s, self.decode_s, self.prefill_s, self.context_s
+        after = self._fit.updated(before, self._points, self._values)
+        self.base_s, self.decode_s, self.prefill_s, self.context_s = after
+        self._points.clear()
+        self._values.clear()
+        self._together_s = 0.0

@@ -127,14 +127,18 @@ class CoserveScheduler(AsyncScheduler):
         """vLLM's own answer; within a step, whether a step is to be launched."""
         if self.in_step:
             return self._granted_tokens is not None
-        self._keep_within_budget()
+        with self._slot.own_work():
+            self._keep_within_budget()
         return bool(super().has_requests())
 
     def admits(self) -> bool:
         """Decide once whether a step may be launched now: there is work and the gate is open."""
         with self._slot.own_work():
-            self._granted_tokens = self._admitted_tokens()
-        return self._granted_tokens is not None
+            tokens = self._granted_tokens = self._admitted_tokens()
+            if tokens is not None:
+                self.max_num_scheduled_tokens = tokens
+                self._prefixes.make_room(self._blocks_of_step(), now=self._clock.now())
+        return tokens is not None
 
     @property
     def sleep_s(self) -> float | None:
@@ -153,8 +157,10 @@ class CoserveScheduler(AsyncScheduler):
             # The engine must be able to flush and end; other engines continue its turns.
             self._abort(list(self.requests))
             return self._token_limit
-        self._measure_load()
+        self._measure_step()
         decision = self._slot.decide(for_step=True)
+        if not (decision.open and self.running):
+            self._measure_load()
         if self._slot.grace_over():
             self._abort(list(self.requests))
         # A grant may have come after the last sleep check: no step without weights.
@@ -181,23 +187,21 @@ class CoserveScheduler(AsyncScheduler):
                 "no gate holds this engine loop: run the guest as a vLLM server with one "
                 "data-parallel rank and the plugin 'rosemux_coserve' enabled"
             )
-        with self._slot.own_work():
-            self.max_num_scheduled_tokens, self._granted_tokens = self._granted_tokens, None
-            now = self._clock.now()
-            self._prefixes.make_room(self._blocks_of_step(), now=now)
+        self._granted_tokens = None
         output = super().schedule(*args, **kwargs)
         with self._slot.own_work():
             stepping = output.num_scheduled_tokens
-            self._prefixes.stepped(stepping, open_requests=self.requests, now=now)
+            self._prefixes.stepped(stepping, open_requests=self.requests, now=self._clock.now())
             if (total := output.total_num_scheduled_tokens) > 0:
-                decodes = sum(1 for tokens in stepping.values() if tokens == 1)
+                decodes = list(stepping.values()).count(1)
                 self._slot.launched(decodes=decodes, prefill_tokens=total - decodes)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
+        with self._slot.own_work():
+            stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         with self._slot.own_work():
             for request in stepped:
@@ -206,7 +210,9 @@ class CoserveScheduler(AsyncScheduler):
                     self._prefixes.leave(request, most_blocks=most_blocks, now=self._clock.now())
             if scheduler_output.total_num_scheduled_tokens > 0:
                 self._slot.finished()
-                self._slot.publish_step()
+                if self._slot.page_due():
+                    self._measure_load()
+                    self._slot.publish()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -223,14 +229,20 @@ class CoserveScheduler(AsyncScheduler):
         self._slot.close()
         super().shutdown()
 
-    def _measure_load(self) -> None:
+    def _measure_step(self) -> None:
+        """The load by which a step is decided."""
         load = self._slot.load
         load.running = len(self.running)
+        load.kv_tokens = self._kv.tokens_held - self._prefixes.tokens
+
+    def _measure_load(self) -> None:
+        """The load as the guest page shows it."""
+        self._measure_step()
+        load = self._slot.load
         load.waiting = len(self.waiting) + len(getattr(self, "skipped_waiting", ()))
         load.kv_tokens_total = self._kv.tokens_total
         load.kv_tokens_withheld = self._kv.tokens_withheld
         load.kv_tokens_retained = self._prefixes.tokens
-        load.kv_tokens = self._kv.tokens_held - load.kv_tokens_retained
         load.prefix_tokens_used_total = self._prefixes.tokens_used_total
         load.prefix_tokens_dropped_total = self._prefixes.tokens_dropped_total
         load.weight_version = str(getattr(self._core, "_weight_version", ""))

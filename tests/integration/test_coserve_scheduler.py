@@ -71,14 +71,15 @@ class Scene:
         scheduler._slot = GuestSlot(path, token_limit=512)
         scheduler._token_limit = 512
         scheduler._core, scheduler._waker = self.core, self.waker
-        scheduler._measure_load = lambda: None
+        scheduler._measure_load = scheduler._measure_step = lambda: None
         scheduler._kv = SimpleNamespace(tokens_withheld=0, blocks_usable=0, keep_within=lambda _: 0)
         scheduler._prefixes = SimpleNamespace(
             make_room=lambda *_, **__: None, keep_within=lambda *_, **__: None
         )
         scheduler._retains, scheduler._clock = False, MonotonicClock()
         scheduler.waiting = []
-        scheduler.requests = dict.fromkeys(("a", "b"))
+        scheduler.block_size = 16
+        scheduler.requests = dict.fromkeys(("a", "b"), SimpleNamespace(num_tokens=1))
         scheduler.running = []
         scheduler._pause_state = PauseState.UNPAUSED
         scheduler.finished_req_ids = set()
@@ -343,7 +344,7 @@ def test_weights_wait_for_slack_before_they_wake(
     sleeper.log.clear()
     slack = [False]
     monkeypatch.setattr(scene.scheduler._work, "admits", lambda kind: slack[0])
-    scene.scheduler.requests = {"b": None}
+    scene.scheduler.requests = {"b": SimpleNamespace(num_tokens=10)}
     scene.scheduler.waiting = [SimpleNamespace(request_id="b", num_tokens=10)]
     scene.scheduler._kv.tokens_withheld = 64
     scene.grant()
@@ -361,7 +362,7 @@ def test_no_step_starts_without_weights(
     scene: Scene, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleeper.slept()
-    scene.scheduler.requests = {"b": None}
+    scene.scheduler.requests = {"b": SimpleNamespace(num_tokens=10)}
     # A grant comes after sleep was followed and before the gate is asked.
     monkeypatch.setattr(scene.scheduler, "_keep_within_budget", scene.grant)
     armed = scene.waker.armed

@@ -70,16 +70,12 @@ class PageReader(Generic[R]):
             fault = self._open()
             if fault is not None:
                 return Reading(None, fault)
-        try:
-            page = os.pread(self._fd, PAGE_BYTES, 0)
-        except OSError:
-            page = b""
-        if page[_SEQUENCE] == self._sequence:
+        if self.sequence() == self._sequence:
             # Already decoded: one sequence number is one record, and only age can spoil it.
             last = self._last
             if time_fault(last.stamp_ns, self._expires_ns, now_ns=now_ns) is None:
                 return last
-        reading = self._decode(page, now_ns)
+        reading = self._decode(_copied(self._fd), now_ns)
         if reading.fault is None:
             return reading
         # The page may have been deleted and recreated since it was opened.

@@ -354,3 +354,6 @@ class Guest(Record, frozen=True, kw_only=True):
     steps_met: tuple[int, ...] = ()
     """Requests of production by the number of the guest's steps that were under way between their
     arrival and their first token: 0, 1, 2, 3, and 4 or more."""
+    latest_steps_ns: tuple[tuple[Count, Count], ...] = ()
+    """Start and end of the latest steps by CLOCK_MONOTONIC, at most 32, oldest first: a reader that
+    looks more often than these end sees every step."""

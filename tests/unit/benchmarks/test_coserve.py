@@ -198,12 +198,16 @@ def test_a_percentile_of_a_histogram_is_a_number_that_occurs() -> None:
     assert percentile_of({}, 99) is None
 
 
-def test_steps_between_two_looks_are_counted_as_unseen() -> None:
-    page = Guest(steps_finished=3, last_step_end_ns=3_000_000_000, last_step_s=0.5)
+def test_steps_that_the_page_no_longer_has_are_counted_as_unseen() -> None:
+    latest_ns = ((1_000_000_000, 2_000_000_000), (2_500_000_000, 3_000_000_000))
+    page = Guest(steps_finished=4, latest_steps_ns=latest_ns)
     watch = StepWatch(lambda: page)
-    assert watch.look(3) == 3
-    assert watch.look(1) == 3
-    assert (watch.steps_s, watch.missed) == ([(2.5, 3.0)], 1)
+    assert watch.look(4) == 4
+    assert (watch.steps_s, watch.missed) == ([], 0)
+    assert watch.look(3) == 4
+    assert (watch.steps_s, watch.missed) == ([(2.5, 3.0)], 0)
+    assert watch.look(0) == 4
+    assert (watch.steps_s[1:], watch.missed) == ([(1.0, 2.0), (2.5, 3.0)], 2)
 
 
 def test_nothing_is_in_flight_between_a_last_token_and_the_next_request() -> None:
