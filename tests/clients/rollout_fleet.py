@@ -77,7 +77,7 @@ class RolloutFleet:
 async def rollout_fleet(root: Path) -> AsyncIterator[RolloutFleet]:
     """Both engines serve version 1 of the store `JOB`. Logs stay in `root`/logs."""
     model, weights, logs = root / "model", root / "weights", root / "logs"
-    texts = [path.read_text() for path in sorted(Path("docs").glob("*.md"))]
+    texts = [path.read_text() for path in sorted(Path("docs").rglob("*.md"))]
     write_model(model, texts=texts, context_tokens=CONTEXT_TOKENS, seed=SEED)
     publish_model(model, weights / JOB)
     # In shared memory and with a short name: sockets of vLLM lie there as well.

@@ -16,7 +16,7 @@ from harvester.cli.gateway_tables import GatewayReport
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import gateway_on
 
-PAGE = Path(__file__).parents[2] / "docs/protocol.md"
+PAGE = Path(__file__).parents[2] / "docs/protocol/gateway-api.md"
 
 
 async def printed(url: str, pages: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -135,7 +135,7 @@ async def test_the_page_names_every_field_of_the_status() -> None:
         status = await gateway.status()
     inner = {"engines": status["engines"]["e0"], "jobs": status["jobs"]["job"]}
     names = [*status, *(f"{outer}.*.{name}" for outer, of in inner.items() for name in of)]
-    section = PAGE.read_text().partition("### The status\n")[2].partition("\n##")[0]
+    section = PAGE.read_text().partition("## The status\n")[2].partition("\n##")[0]
     listed = re.findall(r"(?m)^\| `([^`]+)` \|", section)
     assert [name for name in listed if not re.match(r"(leases|slots|services)\..*", name)] == names
 

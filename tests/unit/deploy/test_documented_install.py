@@ -34,7 +34,7 @@ def test_the_units_start_what_the_page_installs() -> None:
 
 def test_production_s_command_stands_in_one_place() -> None:
     root = DEPLOY.parent
-    pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "examples").glob("*.md")]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").glob("*.md")]
     holders = [page for page in pages if "middleware.PulseMiddleware" in page.read_text()]
     assert holders == [PAGE]
     assert PAGE.read_text().count("middleware.PulseMiddleware") == 1

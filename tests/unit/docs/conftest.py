@@ -14,11 +14,24 @@ def repository() -> Path:
 
 
 @pytest.fixture
-def table_after(repository: Path) -> Callable[[str, str], Table]:
-    """Cells of the first table behind a mark in a page, without its head and without backticks."""
+def text_of(repository: Path) -> Callable[[str], str]:
+    """The text of a page, or of all pages of a folder, one after another."""
+
+    def read(page: str) -> str:
+        found = repository / page
+        pages = sorted(found.rglob("*.md")) if found.is_dir() else [found]
+        return "\n".join(each.read_text() for each in pages)
+
+    return read
+
+
+@pytest.fixture
+def table_after(text_of: Callable[[str], str]) -> Callable[[str, str], Table]:
+    """Cells of the first table behind a mark in a page, or in the pages of a folder, without its
+    head and without backticks."""
 
     def read(page: str, mark: str) -> Table:
-        text = (repository / page).read_text()
+        text = text_of(page)
         assert text.count(mark) == 1, f"{mark!r} stands {text.count(mark)} times in {page}"
         rows: Table = []
         for line in text[text.index(mark) :].splitlines():

@@ -1,4 +1,4 @@
-"""docs/protocol.md matches the code: fields, routes, states, layout and examples."""
+"""The pages of docs/protocol match the code: fields, routes, states, layout and examples."""
 
 import json
 import re
@@ -55,7 +55,7 @@ from tests.integration.openapi_replies import APPLICATION
 from weightsync.layout.manifest import AdapterRecord, FileRecord, IndexSection, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 
-PAGE = "docs/protocol.md"
+PAGES = "docs/protocol"
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ProductionModel,
     Calibration,
@@ -106,6 +106,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     journal.Decided,
 )
 TableAfter = Callable[[str, str], list[list[str]]]
+TextOf = Callable[[str], str]
 
 
 def shown_type(of: Any) -> str:
@@ -135,13 +136,18 @@ def shown_default(field: Any) -> str:
 def test_the_table_of_a_record_lists_its_fields_types_and_defaults(
     struct: type[msgspec.Struct], table_after: TableAfter
 ) -> None:
-    rows = table_after(PAGE, f"**`{struct.__name__}`**")
+    rows = table_after(PAGES, f"**`{struct.__name__}`**")
 
     assert [tuple(row[:3]) for row in rows] == [
         (field.encode_name, shown_type(field.type), shown_default(field))
         for field in msgspec.structs.fields(struct)
     ]
     assert all(row[3] for row in rows), "every field has a meaning"
+
+
+def test_the_index_leads_to_every_page(repository: Path) -> None:
+    linked = re.findall(r"\(protocol/([\w-]+\.md)\)", (repository / f"{PAGES}.md").read_text())
+    assert sorted(linked) == sorted(page.name for page in (repository / PAGES).iterdir())
 
 
 def test_every_record_that_crosses_a_process_has_a_table() -> None:
@@ -169,9 +175,9 @@ def test_every_record_that_crosses_a_process_has_a_table() -> None:
     ],
 )
 def test_the_values_of_a_closed_set_are_all_named(
-    struct: type[msgspec.Struct], field: str, of: type[StrEnum], repository: Path
+    struct: type[msgspec.Struct], field: str, of: type[StrEnum], text_of: TextOf
 ) -> None:
-    table = (repository / PAGE).read_text().partition(f"**`{struct.__name__}`**")[2]
+    table = text_of(PAGES).partition(f"**`{struct.__name__}`**")[2]
     row = next(line for line in table.splitlines() if line.startswith(f"| `{field}` |"))
     meaning = row.split("|")[4]
 
@@ -188,14 +194,14 @@ def test_the_values_of_a_closed_set_are_all_named(
 def test_every_field_of_vllm_that_is_not_honoured_is_listed_with_what_to_do(
     mark: str, fields: Mapping[str, RefusedField], table_after: TableAfter
 ) -> None:
-    assert [tuple(row) for row in table_after(PAGE, mark)] == [
+    assert [tuple(row) for row in table_after(PAGES, mark)] == [
         (name, ", ".join(map(json.dumps, rule.may_be)) or "any value", rule.instead)
         for name, rule in fields.items()
     ]
 
 
 def test_the_layout_of_a_page_is_that_of_the_code(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "copied by one `pread`, little-endian")
+    rows = table_after(PAGES, "copied by one `pread`, little-endian")
     offsets = [int(row[0]) for row in rows]
     sizes = [int(row[1].removeprefix("up to ")) for row in rows]
     named = {row[2].split(",")[0].split(" ")[0]: int(row[0]) for row in rows}
@@ -217,11 +223,11 @@ def test_the_layout_of_a_page_is_that_of_the_code(table_after: TableAfter) -> No
 def test_every_fault_and_every_reason_is_explained(
     mark: str, of: type[StrEnum], table_after: TableAfter
 ) -> None:
-    assert [row[0] for row in table_after(PAGE, mark)] == [each.value for each in of]
+    assert [row[0] for row in table_after(PAGES, mark)] == [each.value for each in of]
 
 
 def test_every_kind_of_audit_event_is_explained(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "### Kinds of audit events")
+    rows = table_after(PAGES, "### Kinds of audit events")
     assert [kind for row in rows for kind in row[0].split(", ")] == [
         *(each.value for each in audit.AuditKind),
     ]
@@ -241,11 +247,11 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
             for route in app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         }
-        known = {(row[0], row[1]) for row in table_after(PAGE, mark)}
+        known = {(row[0], row[1]) for row in table_after(PAGES, mark)}
         if app is APPLICATION:
             known |= {
                 (row[0], prefix + row[1])
-                for row in table_after(PAGE, "| method | control route | what |")
+                for row in table_after(PAGES, "| method | control route | what |")
                 for prefix in ("", "/v1/jobs/{job}/vllm")
             } | {("POST", path) for path in REFUSED_ROUTES}
             known |= {(method, JOB_BASE + path) for method, path in known}
@@ -253,22 +259,22 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
 
 
 def test_the_names_of_a_session_are_all_there_in_their_order(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "| name | sent by |")
+    rows = table_after(PAGES, "| name | sent by |")
     assert [row[0] for row in rows] == [*SESSION_HEADERS, *SESSION_FIELDS]
 
 
 def test_the_routes_of_the_engine_proxy_are_all_there_and_no_others(
     table_after: TableAfter,
 ) -> None:
-    rows = table_after(PAGE, "| method | path | role | parameters |")
+    rows = table_after(PAGES, "| method | path | role | parameters |")
     assert rows == [
         [method, path, route.role, ", ".join(sorted(route.parameters)) or "–"]
         for (method, path), route in ROUTES.items()
     ]
 
 
-def test_the_examples_are_accepted(repository: Path) -> None:
-    found = dict(re.findall(r"```json ([^\n]+)\n(.*?)```", (repository / PAGE).read_text(), re.S))
+def test_the_examples_are_accepted(text_of: TextOf) -> None:
+    found = dict(re.findall(r"```json ([^\n]+)\n(.*?)```", text_of(PAGES), re.S))
 
     assert decode_generate(found.pop("GenerateRequest").encode()).weight_version.exact == 3
     published = msgspec.json.decode(found.pop("AnnouncedVersion"), type=rollouts.AnnouncedVersion)

@@ -46,7 +46,7 @@ replaces one of a door or is reached through one."""
 
 def test_pages_and_examples_import_few_names_from_behind_the_doors() -> None:
     repository = Path(__file__).parents[3]
-    pages = [*(repository / "docs").glob("*.md"), *(repository / "examples").glob("*.[mp][dy]")]
+    pages = [*(repository / "docs").rglob("*.md"), *(repository / "examples").glob("*.[mp][dy]")]
     found = {
         name.strip()
         for page in (repository / "README.md", *pages)

@@ -55,7 +55,7 @@ def test_a_reply_that_the_document_does_not_describe_is_found() -> None:
 
 
 def test_the_statuses_of_the_document_are_those_of_the_protocol() -> None:
-    text = (Path(__file__).parents[4] / "docs/protocol.md").read_text()
+    text = (Path(__file__).parents[4] / "docs/protocol/gateway-api.md").read_text()
     table = text.partition("| status | means | do |")[2].partition("\n\n")[0]
     written = {row.split("|")[1].strip() for row in table.splitlines()[2:]}
     shown = {
