@@ -47,7 +47,7 @@ compat: setup ## every upstream symbol that we touch, in each supported vLLM's w
 clients: setup ## unmodified clients of RL frameworks against the gateway: make clients ARGS="trl tinker" takes some
 	$(BIN)/python -m tests.clients $(ARGS)
 
-installation: setup ## the commands of docs/operations.md, as root, on a node of its own under systemd; ARGS=--guest lends tokens too
+installation: setup ## the commands of docs/install.md and docs/operations.md, as root, on a node of its own under systemd; ARGS=--guest lends tokens too
 	$(BIN)/python -m tests.install $(ARGS)
 
 kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them

@@ -1,1 +1,1 @@
-"""The commands of docs/operations.md, run as written on a machine of their own under systemd."""
+"""The commands of docs/install.md and docs/operations.md, run as written on a machine under systemd."""

@@ -1,4 +1,4 @@
-"""`python -m tests.install`: the commands of docs/operations.md as they stand there, on a new node.
+"""`python -m tests.install`: the commands of docs/install.md as they stand there, on a new node.
 
 The agent is installed from the lock and started by its unit, and so is a gateway, which must come
 back after SIGKILL. Production starts beside them by the page's command, with the observer alone,

@@ -160,7 +160,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shipped]:
     engine = launch.production(spec, pages=config.pages_of(config.slots[0]))
     with Processes(root / "logs") as processes:
         started = processes.start(PRODUCTION, engine.arguments, environment=engine.environment)
-        # The command that operations.md gives for the time after observe-only.
+        # The command that install.md gives for the time after observe-only.
         harvest = ("agent", "--config", str(file), "--mode", "harvest")
         processes.start("agent", (*COMMAND, *harvest))
         child = processes.start("guest", (*COMMAND, "guest", "--config", str(file)))

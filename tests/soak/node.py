@@ -66,7 +66,7 @@ class SoakNode:
             root / "models" / PRODUCTION, context_tokens=PRODUCTION_CONTEXT_TOKENS
         )
         shipped = redirected(root, (self.ports[AGENT], self.ports[GUEST])).read_text()
-        # As operations.md says once one has looked long enough.
+        # As install.md says once one has looked long enough.
         self.agent_yaml = shipped.replace("mode: observe ", "mode: harvest ")
         self.write_agent_file(self.agent_yaml)
         self._write_gateway_file()

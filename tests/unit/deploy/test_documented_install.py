@@ -1,11 +1,11 @@
-"""The blocks of docs/operations.md that `make installation` runs, and how it finds them."""
+"""The blocks of docs/install.md and docs/operations.md that `make installation` runs, and how it finds them."""
 
 import re
 
 import pytest
 
 from deploy.check_expressions import DEPLOY
-from tests.install.page import PAGE, block
+from tests.install.page import PAGES, block
 
 RUN = (("Install on a node", 0), ("Production's command", 0), ("Production's command", 1))
 RUN += (("Start a guest", 0), ("Undo", 0))
@@ -35,7 +35,7 @@ def test_the_units_start_what_the_page_installs() -> None:
 def test_production_s_command_stands_in_one_place() -> None:
     root = DEPLOY.parent
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").glob("*.md")]
-    holders = [page for page in pages if "middleware.PulseMiddleware" in page.read_text()]
-    assert holders == [PAGE]
-    assert PAGE.read_text().count("middleware.PulseMiddleware") == 1
-    assert PAGE.read_text().count("ROSEMUX_ROLE=production") == 1
+    holders = tuple(page for page in pages if "middleware.PulseMiddleware" in page.read_text())
+    assert holders == PAGES[:1]
+    assert PAGES[0].read_text().count("middleware.PulseMiddleware") == 1
+    assert PAGES[0].read_text().count("ROSEMUX_ROLE=production") == 1

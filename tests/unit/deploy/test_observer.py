@@ -136,7 +136,7 @@ def test_it_is_small_and_has_nothing_of_guests(wheel: Path) -> None:
     assert sum(entry.file_size for entry in entries) <= MOST_BYTES
     for name in modules(wheel):
         assert not f"{name}.".startswith(tuple(f"{each}." for each in GUEST_ONLY)), name
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/install.md").read_text()
     stated = re.search(r"the observer: (\d+) files, (\d+) KB", page)
     assert stated is not None
     assert int(stated[1]) == len(entries)

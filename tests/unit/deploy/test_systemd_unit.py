@@ -237,7 +237,7 @@ def test_the_gateway_s_unit_lets_it_write_where_its_example_files_say(name: str)
 def test_the_documented_install_puts_documentation_in_place_whose_links_lead_on(
     tmp_path: Path,
 ) -> None:
-    page = (DEPLOY.parent / "docs/operations.md").read_text()
+    page = (DEPLOY.parent / "docs/install.md").read_text()
     folder = "/usr/share/doc/rosemux"
     commands = re.findall(rf"(?m)^(?:mkdir|cp) .*{folder}.*$", page)
     assert len(commands) == 2

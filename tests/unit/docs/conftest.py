@@ -26,22 +26,36 @@ def text_of(repository: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def table_after(text_of: Callable[[str], str]) -> Callable[[str, str], Table]:
-    """Cells of the first table behind a mark in a page, or in the pages of a folder, without its
-    head and without backticks."""
+def tables_after(text_of: Callable[[str], str]) -> Callable[[str, str], list[Table]]:
+    """Cells of the first table behind each place of a mark in a page, or in the pages of a folder,
+    without its head and without backticks."""
+
+    def read(page: str, mark: str) -> list[Table]:
+        return [_first_table(mark + rest) for rest in text_of(page).split(mark)[1:]]
+
+    return read
+
+
+def _first_table(text: str) -> Table:
+    rows: Table = []
+    for line in text.splitlines():
+        found = _ROW.fullmatch(line)
+        if found:
+            rows.append([cell.strip().replace("`", "") for cell in found[1].split("|")])
+        elif rows:
+            break
+    assert len(rows) > 2, f"no table in {text[:80]!r}"
+    return rows[2:]
+
+
+@pytest.fixture
+def table_after(tables_after: Callable[[str, str], list[Table]]) -> Callable[[str, str], Table]:
+    """As `tables_after`, of a mark that stands once."""
 
     def read(page: str, mark: str) -> Table:
-        text = text_of(page)
-        assert text.count(mark) == 1, f"{mark!r} stands {text.count(mark)} times in {page}"
-        rows: Table = []
-        for line in text[text.index(mark) :].splitlines():
-            found = _ROW.fullmatch(line)
-            if found:
-                rows.append([cell.strip().replace("`", "") for cell in found[1].split("|")])
-            elif rows:
-                break
-        assert len(rows) > 2, f"no table after {mark!r} in {page}"
-        return rows[2:]
+        found = tables_after(page, mark)
+        assert len(found) == 1, f"{mark!r} stands {len(found)} times in {page}"
+        return found[0]
 
     return read
 

@@ -106,6 +106,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     journal.Decided,
 )
 TableAfter = Callable[[str, str], list[list[str]]]
+TablesAfter = Callable[[str, str], list[list[list[str]]]]
 TextOf = Callable[[str], str]
 
 
@@ -234,7 +235,7 @@ def test_every_kind_of_audit_event_is_explained(table_after: TableAfter) -> None
 
 
 def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
-    table_after: TableAfter,
+    table_after: TableAfter, tables_after: TablesAfter
 ) -> None:
     apps = {
         "| method | path | takes |": application(cast(Any, None)),
@@ -247,7 +248,7 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
             for route in app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         }
-        known = {(row[0], row[1]) for row in table_after(PAGES, mark)}
+        known = {(row[0], row[1]) for table in tables_after(PAGES, mark) for row in table}
         if app is APPLICATION:
             known |= {
                 (row[0], prefix + row[1])
