@@ -1,1 +1,2 @@
-"""The commands of docs/install.md and docs/operations.md, run as written on a machine under systemd."""
+"""The commands of docs/install.md and docs/operations.md, as written, on a machine of their own
+under systemd."""

@@ -1,4 +1,4 @@
-"""The blocks of docs/install.md and docs/operations.md that `make installation` runs, and how it finds them."""
+"""The blocks of the pages that `make installation` runs, and how it finds them."""
 
 import re
 

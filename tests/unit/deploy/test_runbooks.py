@@ -45,6 +45,19 @@ def test_only_what_production_feels_pages() -> None:
     assert paging == {"RoseMuxErrorBudgetBurn", "RoseMuxHarvestImpact"}
 
 
+def test_each_ticket_has_its_runbook_a_first_command_and_what_to_do() -> None:
+    page = Path(DEPLOY.parent, "docs/operations.md").read_text()
+    rows = re.findall(
+        r"(?m)^\| \[(\w+)\]\(\.\./deploy/runbooks/(\w+)\.md\)(?:, ticket)? "
+        r"\| [^|]+ \| `(?:[^|`]|\\\|)+` \| [^|]+ \|$",
+        page,
+    )
+    tickets = {
+        n for n, rules in alerts().items() for r in rules if r["labels"]["severity"] == "ticket"
+    }
+    assert sorted(rows) == sorted((name, name) for name in tickets)
+
+
 def test_documents_list_every_alert_and_no_other() -> None:
     docs = Path(DEPLOY.parent, "docs")
     named = {

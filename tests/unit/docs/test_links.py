@@ -1,11 +1,11 @@
 """Documents name what exists: files, commands, make targets, folders, decisions, versions."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from coserve.vllm.capabilities import SUPPORTED
-from harvester.cli.root import COMMANDS
+from harvester.cli.root import COMMANDS, load
 
 TableAfter = Callable[[str, str], list[list[str]]]
 
@@ -58,6 +58,34 @@ def test_every_command_and_target_that_is_named_exists(repository: Path) -> None
         assert set(re.findall(r"`make ([a-z]+)", text)) <= targets, page.name
         named = set(re.findall(r"`(?:\S*/)?rosemux ([a-z][a-z-]*)", text))
         assert named <= COMMANDS.keys(), page.name
+
+
+def flags_shown(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Words and flags of each `rosemux` command in a page, in a block or in a line."""
+    for line in re.findall(r"(?<![\w-])rosemux ([a-z][^\n`|;&#]*)", text.replace("\\\n", " ")):
+        words = [word.strip("[]'\"(),.") for word in line.split()]
+        yield words, [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
+
+
+def test_every_flag_of_a_command_that_is_shown_exists(repository: Path) -> None:
+    checked = 0
+    for page in documents(repository):
+        for words, flags in flags_shown(page.read_text()):
+            if not flags or words[0] not in COMMANDS:
+                continue
+            command = load(words[0], COMMANDS[words[0]])
+            for word in words[1:]:
+                command = getattr(command, "commands", {}).get(word, command)
+            known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+            assert {*flags} <= known | {"--help"}, f"{page}: rosemux {' '.join(words)}"
+            checked += len(flags)
+    assert checked > 100, "the commands on the pages were not found"
+
+
+def test_forms_of_commands_are_read() -> None:
+    page = "Run `rosemux drain --slot s`.\n```\nrosemux phases serve --socket=F \\\n"
+    page += "  [--nodes F] # --no\n"
+    assert [flags for _, flags in flags_shown(page)] == [["--slot"], ["--socket", "--nodes"]]
 
 
 def test_the_readme_s_folder_map_is_complete(repository: Path, table_after: TableAfter) -> None:
