@@ -1,7 +1,7 @@
 """The RL job of a soak: trajectories whose turns go through the gateway for the whole time.
 
 A client of its own, not the product's: it sends a request under one id until that is answered, as
-protocol.md says, and records every attempt. It mends nothing that a reply lacks.
+docs/protocol says, and records every attempt. It mends nothing that a reply lacks.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _FIRST_ID, _LAST_ID = 4, 63
 GIVE_UP_S = 900.0
 """A turn without an answer for so long is lost."""
 _AGAIN = (409, 429, 503)
-"""Refusals that protocol.md says to try again."""
+"""Refusals that docs/protocol says to try again."""
 _RETRY_S = 0.5
 _ASK_AGAIN_RATIO = 0.05
 """Turns whose request is sent once more behind its answer, as after a lost reply."""

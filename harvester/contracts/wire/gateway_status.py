@@ -1,7 +1,7 @@
 """A gateway's status: `GET /v1/status -> GatewayStatus`.
 
-docs/protocol.md explains the fields. A gateway of another version may lack fields with a default. A
-job's client and its phases read the part in GatewayFleet.
+docs/protocol/gateway-api.md explains the fields. A gateway of another version may lack fields with
+a default. A job's client and its phases read the part in GatewayFleet.
 """
 
 import msgspec
