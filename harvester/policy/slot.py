@@ -14,41 +14,22 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.error_budget import BudgetReport
-from harvester.contracts.wire.leases import EndReason, GuardReading, SlotState
+from harvester.contracts.wire.leases import GuardReading, SlotState
 from harvester.contracts.wire.stops import StopOrder
-from harvester.policy.blocking import Blocking, BlockingState
+from harvester.policy.blocking import Blocking
 from harvester.policy.durable import DurableState
-from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
-from harvester.policy.evictions import EvictionState, EvictionWindow
-from harvester.policy.guards import GuardMemory, Guards
-from harvester.policy.guest_watch import GuestState, GuestWatch, lacks_consent
-from harvester.policy.level import Level, LevelState
-from harvester.policy.production import ProductionView, ProductionWatch, WatchState
-from harvester.policy.reclaim import Reclaim, ReclaimState
+from harvester.policy.effects import Effect, Quarantine, WriteGrant
+from harvester.policy.evictions import EvictionWindow
+from harvester.policy.guards import Guards
+from harvester.policy.guest_watch import GuestWatch, lacks_consent
+from harvester.policy.lease_end import LeaseEnd
+from harvester.policy.level import Level
+from harvester.policy.production import ProductionView, ProductionWatch
+from harvester.policy.reclaim import Reclaim
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
+from harvester.policy.slot_memory import SlotMemory
 from harvester.policy.states import BREACHES, TRANSITIONS, Condition, State
-
-_LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
-    Condition.DRAINED: (EndReason.DRAIN, ""),
-    Condition.QUARANTINED: (EndReason.DRAIN, ""),
-    Condition.UNRECORDED: (EndReason.DRAIN, ""),
-    Condition.UNFIT: (EndReason.DRAIN, ""),
-    Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.UNLEARNED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.OVERSPENT: (EndReason.BUDGET, ""),
-    Condition.HARMFUL: (EndReason.BREACH, ""),
-    Condition.STOPPED: (EndReason.DRAIN, ""),
-    Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
-}
-"""Conditions that end a lease, each with its reason and the setting for its minimum duration."""
-
-
-_EMPTY_S = 1.0
-"""A turn that was sent before the hold reaches the guest's page within this time."""
 
 _PROVEN_CONDITIONS = frozenset(
     {
@@ -67,31 +48,6 @@ _ALL_WORK_STOPS = frozenset(
     }
 )
 """Orders and verdicts against the guest: its weight work, which may go without slack, rests too."""
-
-
-class SlotMemory(GuardMemory, kw_only=True):
-    """Everything that the policy remembers, so that a journal file replays by itself."""
-
-    state: State = State.OFF
-    condition: Condition = Condition.UNLEARNED
-    reason: str = "starting"
-    since_s: float | None = None
-    breached_at_s: float | None = msgspec.field(default=None, name="danger_at_s")
-    quarantine: str = ""
-    watch: WatchState = msgspec.field(default_factory=WatchState)
-    kv_level: LevelState = msgspec.field(default_factory=LevelState)
-    life: str = ""
-    run: int = 0
-    reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
-    guest: GuestState = msgspec.field(default_factory=GuestState)
-    unleased_since_s: float | None = None
-    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
-    empty_since_s: float | None = None
-    """Time since which a held guest has had no request."""
-    blocking: BlockingState = msgspec.field(default_factory=BlockingState)
-
-
-_DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__struct_fields__)
 
 
 class SlotPolicy:
@@ -115,27 +71,13 @@ class SlotPolicy:
         self._install(msgspec.convert(snapshot, SlotMemory))
 
     def durable(self) -> DurableState:
-        """The part of the memory that must survive this process."""
-        memory = self._memory
-        return DurableState(
-            guest_losses_s=memory.guest.losses_s,
-            production_crashes_s=memory.guest.crashes_s,
-            guest_stopped=memory.guest.stopped,
-            **{name: getattr(memory, name) for name in _DURABLE},
-        )
+        return self._memory.durable()
 
     def resume(self, left: DurableState, *, now: float) -> None:
         """Begin with an earlier process's durable state; its times are in this process's clock.
         Starts in cooldown, so that an agent that crashes in a loop saves its charges before it
         lends."""
-        guest = GuestState(
-            losses_s=left.guest_losses_s,
-            crashes_s=left.production_crashes_s,
-            stopped=left.guest_stopped,
-        )
-        kept = {name: getattr(left, name) for name in _DURABLE} | {"breached_at_s": now}
-        self._install(SlotMemory(guest=guest, **kept))
-        self.guards.budget.state.limit = None
+        self._install(SlotMemory.resumed(left, now=now))
 
     def begin(self, life: str) -> None:
         """Begin a run of the agent; `life` is a random name for a history that begins with it."""
@@ -152,15 +94,7 @@ class SlotPolicy:
 
     @property
     def durable_verdicts(self) -> tuple[object, ...]:
-        """The verdicts that must survive this process; a change means they must be saved."""
-        return (
-            self._memory.quarantine,
-            self.guards.budget.state.stopped_at_s,
-            self.guards.proof.state.stopped_at_s,
-            *self.guest.state.losses_s,
-            *self.guest.state.crashes_s,
-            self.guest.state.stopped,
-        )
+        return self._memory.verdicts
 
     def guard_readings(self) -> tuple[GuardReading, ...]:
         """Every guard of production, from the fastest to the slowest."""
@@ -251,7 +185,7 @@ class SlotPolicy:
             leased=sample.lease.lease is not None,
             now=now,
         )
-        ending = self._end_lease(sample, now)
+        ending = self._lease_end.observe(sample, now=now)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
         acts = self.settings.mode is Mode.HARVEST or self.reclaim.state.since_s is not None
         budget = self._kv_budget_tokens() or None if acts else None
@@ -300,6 +234,7 @@ class SlotPolicy:
         self.evictions = EvictionWindow(settings.evictions_per_hour_max, memory.evictions)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.guards = Guards(settings, memory)
+        self._lease_end = LeaseEnd(settings, memory, self.guest)
 
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
         """Fold the beat's latencies into levels and guards; True if the budget is overspent."""
@@ -369,44 +304,6 @@ class SlotPolicy:
         if idle is Condition.CLEAR and self.guards.proof.withheld(now=now):
             return Condition.WITHHELD, "proof slice"
         return idle, reason
-
-    def _end_lease(self, sample: SlotSample, now: float) -> tuple[Effect, ...]:
-        memory, lease = self._memory, sample.lease.lease
-        if lease is None or sample.lease.ending:
-            return ()
-        if sample.kill_switch is KillSwitch.DRAIN:
-            return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
-        if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
-            # Applies even if the kill file's weaker order would keep the lease.
-            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
-        if self.settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
-            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
-        fate = _LEASE_FATE.get(memory.condition)
-        if fate is None or memory.since_s is None:
-            return ()
-        reason, patience = fate
-        if patience and now - memory.since_s < getattr(self.settings, patience):
-            return ()
-        ended = EndLease(lease=lease, reason=reason)
-        if memory.condition is not Condition.GUESTLESS:
-            return (ended,)
-        return (ended, *self._count_loss(sample.guest, now))
-
-    def _held_and_empty(self, sample: SlotSample, now: float) -> bool:
-        """Whether a held guest has had no request for long enough to believe that none is on its
-        way. A guest that says nothing is lost by itself."""
-        memory, guest = self._memory, sample.guest.record
-        if sample.stop is None or guest is None or guest.running or guest.waiting:
-            memory.empty_since_s = None
-            return False
-        if memory.empty_since_s is None:
-            memory.empty_since_s = now
-        return now - memory.empty_since_s >= _EMPTY_S
-
-    def _count_loss(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        memory = self._memory
-        memory.quarantine = memory.quarantine or self.guest.lose(reading, now=now)
-        return (Quarantine(reason=memory.quarantine),) if memory.quarantine else ()
 
     def _asleep(self, sample: SlotSample, now: float) -> bool:
         """Whether the slot has had no lease for `sleep_after_s`."""

@@ -1,0 +1,75 @@
+"""When a slot's lease ends, and why: by an order, a condition that lasts, or a lost guest."""
+
+from harvester.contracts.wire.leases import EndReason
+from harvester.contracts.wire.stops import StopOrder
+from harvester.policy.effects import Effect, EndLease, Quarantine
+from harvester.policy.guest_watch import GuestWatch
+from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
+from harvester.policy.settings import Mode, SlotSettings
+from harvester.policy.slot_memory import SlotMemory
+from harvester.policy.states import Condition
+
+_LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
+    Condition.DRAINED: (EndReason.DRAIN, ""),
+    Condition.QUARANTINED: (EndReason.DRAIN, ""),
+    Condition.UNRECORDED: (EndReason.DRAIN, ""),
+    Condition.UNFIT: (EndReason.DRAIN, ""),
+    Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.UNLEARNED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.OVERSPENT: (EndReason.BUDGET, ""),
+    Condition.HARMFUL: (EndReason.BREACH, ""),
+    Condition.STOPPED: (EndReason.DRAIN, ""),
+    Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
+}
+"""Conditions that end a lease, each with its reason and the setting for its minimum duration."""
+
+_EMPTY_S = 1.0
+"""A turn that was sent before the hold reaches the guest's page within this time."""
+
+
+class LeaseEnd:
+    def __init__(self, settings: SlotSettings, memory: SlotMemory, guest: GuestWatch) -> None:
+        self._settings = settings
+        self._memory = memory
+        self._guest = guest
+
+    def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
+        memory, lease = self._memory, sample.lease.lease
+        if lease is None or sample.lease.ending:
+            return ()
+        if sample.kill_switch is KillSwitch.DRAIN:
+            return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
+        if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
+            # Applies even if the kill file's weaker order would keep the lease.
+            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
+        if self._settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
+            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
+        fate = _LEASE_FATE.get(memory.condition)
+        if fate is None or memory.since_s is None:
+            return ()
+        reason, patience = fate
+        if patience and now - memory.since_s < getattr(self._settings, patience):
+            return ()
+        ended = EndLease(lease=lease, reason=reason)
+        if memory.condition is not Condition.GUESTLESS:
+            return (ended,)
+        return (ended, *self._count_loss(sample.guest, now))
+
+    def _held_and_empty(self, sample: SlotSample, now: float) -> bool:
+        """Whether a held guest has had no request for long enough to believe that none is on its
+        way. A guest that says nothing is lost by itself."""
+        memory, guest = self._memory, sample.guest.record
+        if sample.stop is None or guest is None or guest.running or guest.waiting:
+            memory.empty_since_s = None
+            return False
+        if memory.empty_since_s is None:
+            memory.empty_since_s = now
+        return now - memory.empty_since_s >= _EMPTY_S
+
+    def _count_loss(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
+        memory = self._memory
+        memory.quarantine = memory.quarantine or self._guest.lose(reading, now=now)
+        return (Quarantine(reason=memory.quarantine),) if memory.quarantine else ()
