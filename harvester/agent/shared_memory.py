@@ -3,7 +3,9 @@
 from contextlib import suppress
 from pathlib import Path
 
+from harvester.config import SlotConfig
 from harvester.contracts.errors import Unsupported
+from harvester.contracts.page.owners import PageOwners, trusted_uids
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.sample import KvReading, MemoryReading
 
@@ -96,3 +98,16 @@ class SegmentPair:
         if use is None:
             return KvReading(fault="no segment")
         return KvReading(mapped_bytes=use.mapped_bytes, limit_bytes=use.limit_bytes)
+
+
+def shared_memory_of(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SegmentPair | None:
+    """The memory that production and guest share by consent; None if they share none."""
+    if slot.kvcached is not None:
+        shared = slot.kvcached
+        production, guest = trusted_uids(owners.production), trusted_uids(owners.guest)
+        return SegmentPair(
+            tuple(KvSegment(name, owners=production) for name in shared.production),
+            KvSegment(shared.guest, owners=guest),
+            total_bytes=shared.total_bytes,
+        )
+    return None if slot.memory_group is None else SharedMemory(slot.memory_group)

@@ -9,6 +9,7 @@ import msgspec
 
 from harvester.agent.audit.audit_log import AuditLog
 from harvester.agent.audit.slot_audit import SlotAudit
+from harvester.agent.effect_runner import EffectRunner, epoch_left, reserved_grant_page
 from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
@@ -17,48 +18,31 @@ from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
 from harvester.agent.sense import SlotSensor
-from harvester.agent.shared_memory import SegmentPair, SharedMemory
+from harvester.agent.shared_memory import shared_memory_of
 from harvester.agent.state_file import StateFile
-from harvester.config import AgentConfig, MpsConfig, SlotConfig
+from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
-from harvester.contracts.errors import ConfigError, NotYet
-from harvester.contracts.ids import Epoch, SlotId
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import SlotId
 from harvester.contracts.page import (
-    Grant,
-    GrantMode,
     Guest,
-    KeptPage,
     Lending,
     PageDirectory,
-    PageHeld,
     PageName,
     PageOwners,
 )
-from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
-from harvester.platform.kv_segment import KvSegment
-from harvester.policy.effects import (
-    Effect,
-    EndLease,
-    KillGuest,
-    LiftGuest,
-    Quarantine,
-    SettleGuest,
-    WriteGrant,
-)
 from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
-from harvester.policy.sample import SCRAPED_PULSE, GuestAction, KillSwitch, SlotSample
+from harvester.policy.sample import SCRAPED_PULSE, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
 from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
-
-_MOST_EPOCH = 10**15
 
 
 class Slot:
@@ -90,8 +74,7 @@ class Slot:
         directory = PageDirectory.create(
             config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
         )
-        self._grant_page = directory.grant_page()
-        _reserve(self._grant_page)
+        self._grant_page = reserved_grant_page(directory)
         try:
             self._take_over(config, directory, audit, now)
         except BaseException:
@@ -110,21 +93,27 @@ class Slot:
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
         leases.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
+        self._mps = None if slot.mps is None else MpsWatch.by_consent(slot.mps)
+        self._guest = GuestProcesses(
+            directory.path / PageName.GUEST,
+            memo=config.file_of(slot, "lifted"),
+            mps=self._mps,
+        )
+        self._effects = EffectRunner(
+            self.name,
+            grant_page=self._grant_page,
+            guest=self._guest,
+            lease_file=self.lease_file,
+            leases=leases,
+        )
         self._grant_page.make()
         # Taken over it has no epoch until it is written, and epochs must only rise.
-        self._write_closed("agent starts")
-        self._mps = _watch(slot.mps)
-        shared = _shared(slot, directory.owners)
+        self._effects.write_closed("agent starts")
         self.sensor = SlotSensor(
             directory,
             # A scrape that never succeeded is missing, too: such a slot is never opened.
             pulses=slot.pulses if slot.metrics_url is None else (*slot.pulses, SCRAPED_PULSE),
-            memory=shared,
-            mps=self._mps,
-        )
-        self._guest = GuestProcesses(
-            directory.path / PageName.GUEST,
-            memo=config.file_of(slot, "lifted"),
+            memory=shared_memory_of(slot, directory.owners),
             mps=self._mps,
         )
         # Settle the processes that an earlier agent had lifted when it ended.
@@ -167,7 +156,7 @@ class Slot:
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
-            self._apply(effect, now, sampled_ns)
+            self._effects.run(effect, sampled_ns=sampled_ns, keeps_page=self.sensor.listed, now=now)
         self._record.save(self._forecaster, now=now)
         if sample.release and not unrecorded:
             self._release.taken()
@@ -196,12 +185,7 @@ class Slot:
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
         self.failed = reason
-        self._write_closed(reason)
-
-    def _write_closed(self, reason: str) -> None:
-        epoch = self._leases.view(self.name).epoch
-        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason=reason)
-        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+        self._effects.write_closed(reason)
 
     def _report(self, guest: Guest | None) -> None:
         """Log each change between lending and not lending, with the reason."""
@@ -229,13 +213,7 @@ class Slot:
         self._guest.exclude(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
             self._guest.record_named(sample.guest.record.processes)
-        outcomes = self._guest.outcomes()
-        for outcome in outcomes:
-            if outcome.fault:
-                message = "slot %s: %s of the guest failed: %s"
-                _log.error(message, self.name, outcome.action, outcome.fault)
-            elif outcome.action is GuestAction.KILL:
-                _log.warning("slot %s: the guest has ended", self.name)
+        outcomes = self._effects.outcomes()
         # A release serves the guest, so it waits until the journal can be written.
         release = "" if self.fault else self._release.read()
         if not (self._stop or outcomes or self.fault or release):
@@ -344,57 +322,6 @@ class Slot:
         self._record.save(self._forecaster, now=now, last=True)
         return not self.fault
 
-    def _apply(self, effect: Effect, now: float, sampled_ns: int) -> None:
-        match effect:
-            case WriteGrant():
-                ttl_ns = int(effect.ttl_s * 1e9)
-                if self.sensor.listed:
-                    self._grant_page.keep()
-                # Counted from the sample: an agent that is stopped between the two, or waits for
-                # its disk, would else open the gate for data as old as the stop.
-                self._grant_page.write(effect.grant, now_ns=sampled_ns, ttl_ns=ttl_ns)
-            case EndLease():
-                self._end_lease(effect, now)
-            case LiftGuest():
-                self._guest.lift(effect.processes)
-            case SettleGuest():
-                self._guest.settle()
-            case KillGuest():
-                _log.error("slot %s: ending the guest: %s", self.name, effect.reason)
-                self._guest.kill(effect.processes)
-            case Quarantine():
-                _log.error("slot %s is quarantined: %s", self.name, effect.reason)
-
-    def _end_lease(self, effect: EndLease, now: float) -> None:
-        lease = self._leases.live(self.name)
-        if lease is None or lease.name != effect.lease:
-            return
-        self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
-        # At once: the lease stays ended even if the agent is killed before its next beat.
-        self.lease_file.follow(self._leases.live(self.name))
-
-
-def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SegmentPair | None:
-    """The memory that production and guest share by consent: a GPU's KV, or a control group."""
-    if slot.kvcached is not None:
-        shared = slot.kvcached
-        production, guest = trusted_uids(owners.production), trusted_uids(owners.guest)
-        return SegmentPair(
-            tuple(KvSegment(name, owners=production) for name in shared.production),
-            KvSegment(shared.guest, owners=guest),
-            total_bytes=shared.total_bytes,
-        )
-    return None if slot.memory_group is None else SharedMemory(slot.memory_group)
-
-
-def _watch(mps: MpsConfig | None) -> MpsWatch | None:
-    """A watch of the MPS daemon if the operator has consented to MPS, else None."""
-    if mps is None:
-        return None
-    watch = MpsWatch(mps.daemon, look_s=mps.look_s)
-    _log.warning("mps by consent: a fault of the guest ends production as well")
-    return watch
-
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
     """Users whose pages are believed. Raises ConfigError if the agent's user is not among them."""
@@ -405,25 +332,3 @@ def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
             f"user {os.geteuid()}: start the agent as the user that is named"
         )
     return owners
-
-
-def _reserve(page: KeptPage[Grant]) -> None:
-    """Hold the grant page's writer lock: two agents on one page would undo each other's closing.
-    Raises NotYet while another agent holds it.
-    """
-    try:
-        page.reserve()
-    except PageHeld as error:
-        raise NotYet(
-            f"another agent runs on pages {page.path.parent}: {error}; stop it first"
-        ) from error
-
-
-def epoch_left(directory: PageDirectory) -> Epoch:
-    """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
-    `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
-    """
-    grant = directory.grant_reader().read_left().record
-    guest = directory.guest_reader().read_left().record
-    epoch = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
-    return Epoch(max(0, grant.epoch if grant else 0, epoch))
