@@ -7,25 +7,13 @@ from harvester.policy.guest_watch import GuestWatch
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.slot_memory import SlotMemory
-from harvester.policy.states import Condition
+from harvester.policy.states import OUTCOMES, Condition
 
-_LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
-    Condition.DRAINED: (EndReason.DRAIN, ""),
-    Condition.QUARANTINED: (EndReason.DRAIN, ""),
-    Condition.UNRECORDED: (EndReason.DRAIN, ""),
-    Condition.UNFIT: (EndReason.DRAIN, ""),
-    Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.UNLEARNED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
-    Condition.OVERSPENT: (EndReason.BUDGET, ""),
-    Condition.HARMFUL: (EndReason.BREACH, ""),
-    Condition.STOPPED: (EndReason.DRAIN, ""),
-    Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
+_PATIENCE = {
+    EndReason.PRODUCTION_LOST: "production_lost_s",
+    EndReason.GUEST_LOST: "guest_lost_s",
 }
-"""Conditions that end a lease, each with its reason and the setting for its minimum duration."""
-
+"""Settings for how long the condition lasts before the lease ends; for other reasons not at all."""
 _EMPTY_S = 1.0
 """A turn that was sent before the hold reaches the guest's page within this time."""
 
@@ -47,10 +35,10 @@ class LeaseEnd:
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         if self._settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
-        fate = _LEASE_FATE.get(memory.condition)
-        if fate is None or memory.since_s is None:
+        reason = OUTCOMES[memory.condition].ends_lease
+        if reason is None or memory.since_s is None:
             return ()
-        reason, patience = fate
+        patience = _PATIENCE.get(reason)
         if patience and now - memory.since_s < getattr(self._settings, patience):
             return ()
         ended = EndLease(lease=lease, reason=reason)

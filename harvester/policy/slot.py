@@ -3,8 +3,8 @@
     open level = configured maximum * step level;  a breach writes a closed grant in the same beat
     step level: halved by a breach of the miss limit, grown slowly after quiet time
 
-The states and transitions are data in `harvester.policy.states`. This module decides nothing about
-single steps (the guest's gate does) and touches no page, socket, clock or log.
+States, conditions and what they lead to are data in `harvester.policy.states`. This module decides
+nothing about single steps (the guest's gate does) and touches no page, socket, clock or log.
 """
 
 from functools import partial
@@ -29,25 +29,7 @@ from harvester.policy.reclaim import Reclaim
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.slot_memory import SlotMemory
-from harvester.policy.states import BREACHES, TRANSITIONS, Condition, State
-
-_PROVEN_CONDITIONS = frozenset(
-    {
-        *(Condition.CLEAR, Condition.WITHHELD, Condition.COOLING),
-        *(Condition.SILENT, Condition.UNSEEN, Condition.HUNG),
-        *(Condition.STARVED, Condition.STOPPED, Condition.GUESTLESS, Condition.UNLEASED),
-    }
-)
-"""Conditions that void no slice of the proof, since a guest's step or its job may bring them about:
-a guest that falls silent, or a lease that is shorter than a slice, would hide its harm."""
-
-_ALL_WORK_STOPS = frozenset(
-    {
-        *(Condition.KILLED, Condition.DRAINED, Condition.QUARANTINED),
-        *(Condition.UNFIT, Condition.OVERSPENT, Condition.HARMFUL),
-    }
-)
-"""Orders and verdicts against the guest: its weight work, which may go without slack, rests too."""
+from harvester.policy.states import OUTCOMES, TRANSITIONS, Condition, State
 
 
 class SlotPolicy:
@@ -175,13 +157,14 @@ class SlotPolicy:
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
             self._memory.since_s = now
-        if condition in BREACHES or sample.kill_switch is not KillSwitch.NONE:
+        outcome = OUTCOMES[condition]
+        if outcome.breach or sample.kill_switch is not KillSwitch.NONE:
             self._memory.breached_at_s = now
         self._memory.state = TRANSITIONS[self._memory.state, condition]
         self._memory.condition, self._memory.reason = condition, reason
         self.guards.prove(
             production,
-            eligible=self.settings.mode is Mode.HARVEST and condition in _PROVEN_CONDITIONS,
+            eligible=self.settings.mode is Mode.HARVEST and outcome.proven,
             leased=sample.lease.lease is not None,
             now=now,
         )
@@ -332,6 +315,7 @@ class SlotPolicy:
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
         asleep = self._asleep(sample, now)
+        outcome = OUTCOMES[memory.condition]
         may_run = memory.state is State.OPEN and memory.condition is Condition.CLEAR
         reason = memory.reason or memory.state.value
         if settings.mode is Mode.OBSERVE:
@@ -354,8 +338,7 @@ class SlotPolicy:
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
-            withheld=memory.condition in _ALL_WORK_STOPS
-            or (memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now)),
+            withheld=outcome.stops_work or (outcome.proven and self.guards.proof.withheld(now=now)),
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
             preemption_s=self.guest.preemption_s(settings.preemption_s),

@@ -1,4 +1,4 @@
-"""The slot's states and transitions as data; the policy, the documentation and the tests read it.
+"""The slot's states, and what its conditions lead to, as data that policy, page and tests read.
 
     shrink at once:  any breach leaves OPEN in the same beat
     grow slowly:     COOLDOWN must pass in quiet before OPEN, and OPEN grows its level step by step
@@ -7,6 +7,11 @@ Only OPEN writes a grant that lets the guest run.
 """
 
 from enum import StrEnum
+from typing import NamedTuple
+
+from harvester.contracts.wire.leases import EndReason
+
+_LOST = EndReason.PRODUCTION_LOST
 
 
 class State(StrEnum):
@@ -60,38 +65,44 @@ class Condition(StrEnum):
     CLEAR = "clear"
 
 
-BREACHES = frozenset(
-    {
-        Condition.SILENT,
-        Condition.UNSEEN,
-        Condition.HUNG,
-        Condition.OVERSPENT,
-        Condition.HARMFUL,
-    }
-)
-"""Conditions after which quiet time must pass, as after the kill switch."""
+class ConditionOutcome(NamedTuple):
+    state: State
+    ends_lease: EndReason | None = None
+    breach: bool = False
+    """Quiet time must pass afterwards, as after the kill switch."""
+    proven: bool = False
+    """Voids no slice of the proof, since a guest's step or its job may bring it about: a guest that
+    falls silent, or a lease that is shorter than a slice, would hide its harm."""
+    stops_work: bool = False
+    """An order or verdict against the guest: its weight work, which may go without slack, rests
+    too."""
 
-_TARGET: dict[Condition, State] = {
-    Condition.KILLED: State.OFF,
-    Condition.DRAINED: State.OFF,
-    Condition.HELD: State.OFF,
-    Condition.QUARANTINED: State.OFF,
-    Condition.UNRECORDED: State.OFF,
-    Condition.UNFIT: State.OFF,
-    Condition.SILENT: State.COOLDOWN,
-    Condition.RESTARTED: State.LEARNING,
-    Condition.UNSEEN: State.COOLDOWN,
-    Condition.UNLEARNED: State.LEARNING,
-    Condition.HUNG: State.COOLDOWN,
-    Condition.OVERSPENT: State.COOLDOWN,
-    Condition.HARMFUL: State.COOLDOWN,
-    Condition.COOLING: State.COOLDOWN,
-    Condition.STARVED: State.CLOSED,
-    Condition.STOPPED: State.CLOSED,
-    Condition.GUESTLESS: State.CLOSED,
-    Condition.UNLEASED: State.CLOSED,
-    Condition.WITHHELD: State.CLOSED,
-    Condition.CLEAR: State.OPEN,
+
+OUTCOMES: dict[Condition, ConditionOutcome] = {
+    Condition.KILLED: ConditionOutcome(State.OFF, stops_work=True),
+    Condition.DRAINED: ConditionOutcome(State.OFF, EndReason.DRAIN, stops_work=True),
+    Condition.HELD: ConditionOutcome(State.OFF),
+    Condition.QUARANTINED: ConditionOutcome(State.OFF, EndReason.DRAIN, stops_work=True),
+    Condition.UNRECORDED: ConditionOutcome(State.OFF, EndReason.DRAIN),
+    Condition.UNFIT: ConditionOutcome(State.OFF, EndReason.DRAIN, stops_work=True),
+    Condition.SILENT: ConditionOutcome(State.COOLDOWN, _LOST, breach=True, proven=True),
+    Condition.RESTARTED: ConditionOutcome(State.LEARNING, _LOST),
+    Condition.UNSEEN: ConditionOutcome(State.COOLDOWN, _LOST, breach=True, proven=True),
+    Condition.UNLEARNED: ConditionOutcome(State.LEARNING, _LOST),
+    Condition.HUNG: ConditionOutcome(State.COOLDOWN, _LOST, breach=True, proven=True),
+    Condition.OVERSPENT: ConditionOutcome(
+        State.COOLDOWN, EndReason.BUDGET, breach=True, stops_work=True
+    ),
+    Condition.HARMFUL: ConditionOutcome(
+        State.COOLDOWN, EndReason.BREACH, breach=True, stops_work=True
+    ),
+    Condition.COOLING: ConditionOutcome(State.COOLDOWN, proven=True),
+    Condition.STARVED: ConditionOutcome(State.CLOSED, proven=True),
+    Condition.STOPPED: ConditionOutcome(State.CLOSED, EndReason.DRAIN, proven=True),
+    Condition.GUESTLESS: ConditionOutcome(State.CLOSED, EndReason.GUEST_LOST, proven=True),
+    Condition.UNLEASED: ConditionOutcome(State.CLOSED, proven=True),
+    Condition.WITHHELD: ConditionOutcome(State.CLOSED, proven=True),
+    Condition.CLEAR: ConditionOutcome(State.OPEN, proven=True),
 }
 
 _EXCEPTIONS: dict[tuple[State, Condition], State] = {
@@ -103,7 +114,7 @@ _EXCEPTIONS: dict[tuple[State, Condition], State] = {
 }
 
 TRANSITIONS: dict[tuple[State, Condition], State] = {
-    (state, condition): _EXCEPTIONS.get((state, condition), _TARGET[condition])
+    (state, condition): _EXCEPTIONS.get((state, condition), OUTCOMES[condition].state)
     for state in State
     for condition in Condition
 }

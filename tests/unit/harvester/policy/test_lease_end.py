@@ -1,4 +1,4 @@
-"""Which orders, conditions and lost guests end a slot's lease."""
+"""Orders, conditions and lost guests that end a slot's lease."""
 
 from typing import Any
 
