@@ -3,7 +3,7 @@
 import asyncio
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +18,20 @@ from coserve.guest import isolation
 from coserve.guest.gpus import Gpu, gpus
 from coserve.guest.isolation import MpsShare
 from coserve.vllm import launch
+from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.audit_command import printable
-from harvester.cli.guest_checks import checks, isolation_note, refuse_bad, supported_vllm
+from harvester.cli.guest_checks import Check, checks, isolation_note, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.isolation import IsolationBackend
-from harvester.contracts.page import PageDirectory, PageOwners
+from harvester.contracts.page import PageDirectory
 from harvester.guest_config import GuestConfig
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
@@ -60,48 +61,75 @@ def guest(
 ) -> None:
     agent = load_agent_config(config, slot=slot)
     chosen = agent.slot_named(slot)
-    requested, pages = _guest(chosen), agent.pages_of(chosen)
+    requested = _guest(chosen)
+    pages = PageDirectory(agent.pages_of(chosen), agent.owners_of(chosen))
     console = Console()
-    owners = agent.owners_of(chosen)
-    found = checks(requested, PageDirectory(pages, owners), imports=dry_run)
-    for check in found:
-        mark = "good" if check.good else "WRONG"
-        console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
+    found = checks(requested, pages, imports=dry_run)
+    _print_checks(console, found)
     vllm = supported_vllm()
     settings = _settings(chosen, requested)
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
     planned = plan(settings, vllm)
-    spec = launch.EngineSpec(
-        name=_NAME,
-        model=requested.model,
-        port=_port(chosen),
-        max_model_len=requested.context_tokens,
-        max_num_seqs=chosen.concurrency,
-        vllm=vllm,
-        kv_cache_gib=planned.kv_cache_gib,
-        gpu=planned.gpu,
-        extra_arguments=(*_parallel_flags(settings.gpus), *requested.arguments),
-    )
-    command = launch.guest(
-        spec,
-        pages=pages,
-        weights=requested.weights,
-        isolation=planned.isolation,
-        slot=chosen.name,
-    )
-    command = replace(command, environment=command.environment | owners.variable())
-    seen = isolation_note(planned.isolation, PageDirectory(pages, owners)) if dry_run else ""
-    for note in filter(None, (seen, *_notes(chosen, planned, pages, owners))):
+    command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
+    seen = isolation_note(planned.isolation, pages) if dry_run else ""
+    for note in filter(None, (seen, *_notes(chosen, planned, pages))):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
         _print_command(command, planned)
     refuse_bad(found)
-    if dry_run:
-        return
+    if not dry_run:
+        raise typer.Exit(_run(command, settings, planned, pages, restart=restart))
+
+
+def _print_checks(console: Console, found: Iterable[Check]) -> None:
+    for check in found:
+        mark = "good" if check.good else "WRONG"
+        console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
+
+
+def _command(
+    slot: SlotConfig,
+    requested: GuestConfig,
+    planned: GuestPlan,
+    pages: PageDirectory,
+    *,
+    gpus: Sequence[Gpu],
+    vllm: Capabilities,
+) -> launch.EngineCommand:
+    spec = launch.EngineSpec(
+        name=_NAME,
+        model=requested.model,
+        port=_port(slot),
+        max_model_len=requested.context_tokens,
+        max_num_seqs=slot.concurrency,
+        vllm=vllm,
+        kv_cache_gib=planned.kv_cache_gib,
+        gpu=planned.gpu,
+        extra_arguments=(*_parallel_flags(gpus), *requested.arguments),
+    )
+    command = launch.guest(
+        spec,
+        pages=pages.path,
+        weights=requested.weights,
+        isolation=planned.isolation,
+        slot=slot.name,
+    )
+    return replace(command, environment=command.environment | pages.owners.variable())
+
+
+def _run(
+    command: launch.EngineCommand,
+    settings: GuestSettings,
+    planned: GuestPlan,
+    pages: PageDirectory,
+    *,
+    restart: bool,
+) -> int:
+    """Run the guest, the only one of its slot, and return its exit status."""
     segment = None
     if settings.shared_kv:
         segment = KvSegment(settings.shared_kv, owners=frozenset((os.getuid(),)))
-    lock = GuestLock(PageDirectory(pages, owners))
+    lock = GuestLock(pages)
     lock.take()
     if segment is not None:
         lock.clear(segment)
@@ -114,13 +142,13 @@ def guest(
             mps=watch,
             segment=segment,
             inherits=(lock.descriptor,),
-            pages=PageDirectory(pages),
+            pages=PageDirectory(pages.path),
         )
 
     try:
         isolation.apply_to_process(planned.isolation)
         runs = run_with_restarts(engine, clock=MonotonicClock()) if restart else engine().run()
-        raise typer.Exit(asyncio.run(runs))
+        return asyncio.run(runs)
     finally:
         with suppress(PermissionError):  # a unit without LimitNICE=+0 stays idle to its end
             isolation.lift_from_process()
@@ -186,7 +214,7 @@ def _port(slot: SlotConfig) -> int:
     return port
 
 
-def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners) -> list[str]:
+def _notes(slot: SlotConfig, planned: GuestPlan, pages: PageDirectory) -> list[str]:
     """Notes for the operator: consequences of the plan, and what production needs for it."""
     notes = []
     configured, promised = slot.policy.blocking_ratio, planned.isolation.blocking_ratio
@@ -197,7 +225,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         )
     if slot.mps is not None and planned.isolation.fault_isolated:
         notes.append("mps has consent but no guest uses it: set guest.isolation: mps")
-    production = owners.variable()
+    production = pages.owners.variable()
     if not planned.isolation.fault_isolated and slot.mps is not None:
         production[PIPE_VARIABLE] = str(slot.mps.pipe_directory)
         notes.append(
@@ -216,7 +244,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             notes.append(f"production needs, with one restart: {listed}")
     if planned.gpu is not None:
         notes.append(
-            f"guests start one at a time on a GPU, by locks in {pages.parent}; do not restart "
+            f"guests start one at a time on a GPU, by locks in {pages.path.parent}; do not restart "
             "production meanwhile. Nothing of this has run on a GPU"
         )
         if is_under_idle(scheduling_group(os.getpid())):
