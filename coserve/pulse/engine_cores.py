@@ -71,6 +71,13 @@ class Siblings(msgspec.Struct, frozen=True):
 NO_SIBLINGS = Siblings()
 
 
+def only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
+    """Whether the siblings had no prefill in between, as far as is known."""
+    if before is None or after is None or before.waiting or after.waiting:
+        return False
+    return before.requests_total == after.requests_total
+
+
 @dataclass(slots=True)
 class _Core:
     last_step_ns: int = 0

@@ -1,25 +1,22 @@
 """A production engine's state as one of its API-server processes sees it; source of its pulse.
 
 Fed by two read-only hooks of stock vLLM: the ASGI middleware reports when a request arrives and
-ends, the statistics logger reports each engine step with vLLM's own latencies. Their requests share
-no ids, so a first token ends the wait of the request whose arrival fits vLLM's time for it. Steps
-that cannot be attributed to this process's requests alone (other API servers, several engine cores)
-teach no step time. Steps that serve requests while none is in flight are published as unseen steps:
-the middleware misses requests whose flag is lost, that come by another entry point than HTTP, or
-that outlive their reply. Touches no clock and no page.
+ends, the statistics logger reports each engine step with vLLM's own latencies. Steps that cannot be
+attributed to this process's requests alone (other API servers, several engine cores) teach no step
+time. Steps that serve requests while none is in flight are published as unseen steps: the
+middleware misses requests whose flag is lost, that come by another entry point than HTTP, or that
+outlive their reply. Touches no clock and no page.
 """
 
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from math import ceil
-
-import msgspec
 
 from coserve.law.phantom import quantiles_of
 from coserve.law.production_time import ProductionTime
-from coserve.pulse.engine_cores import NO_SIBLINGS, CoreTable, EngineStep, Siblings
+from coserve.pulse.engine_cores import NO_SIBLINGS, CoreTable, EngineStep, Siblings, only_decoding
+from coserve.pulse.prefill_run import PrefillRun
+from coserve.pulse.waiting_requests import WaitingRequests
 from harvester.contracts.page import Calibration, Pulse
 from harvester.contracts.process import ProcessId
 
@@ -28,58 +25,11 @@ _LATE_RECENT = 8
 _PROMPTS = 512
 # Exponential weight of the newest step in the mean step time.
 _STEP_WEIGHT = 0.05
-# Before the first prompt was counted: a byte-level tokenizer at worst, four bytes a token usually.
-_INITIAL_BYTES_PER_TOKEN = 2.0
-# Bytes of a request around its prompt (model name, sampling parameters).
-_ENVELOPE_BYTES = 100
-# Runs of an engine that never catches up are used too, less exactly: the step with a run's last
-# first token may hold a piece of the next prompt.
-_RUN_STEPS_MAX = 16
 # Longest pause between steps of unseen requests that still counts as busy.
 _UNSEEN_PAUSE_NS = 300_000_000
-_SAME_ARRIVAL_S = 2e-6
-"""Precision of vLLM's arrivals. All samples (n) and prompts (a list) of a request have one."""
-_ARRIVALS = 64
-_SPARE_BOUNDS = 64
-_BURST_NS = 20_000_000
-"""Requests that come within this time get their first tokens in order of arrival."""
 _SPEECH_NS = 5_000_000_000
 """Steps within this time after a WebSocket message may serve it: a streaming client sends more
 often than this."""
-
-
-class _Waiting(msgspec.Struct, frozen=True):
-    """A request that has no first token yet."""
-
-    arrival_ns: int
-    prompt_tokens_bound: int
-    body_bytes: int
-
-
-@dataclass(slots=True)
-class _PrefillRun:
-    """Back-to-back prefills, from the earliest start of the first until no request waits.
-
-    Requests that come together share steps, and a prompt is cut where a step is full, so single
-    prefills cannot be timed; the run as a whole can.
-    """
-
-    arrival_ns: int
-    begun_ns: int
-    """Arrival of the first request if the engine was idle, else the end of the step then running; 0
-    until then."""
-    beside: Siblings | None
-    """State of the siblings at the start of the run; None if it was unknown."""
-    from_idle: bool = False
-    engine_steps: int = 0
-    steps: int = 0
-    """Steps that gave first tokens."""
-    tokens: int = 0
-    decodes: int = 0
-    """Decoding requests in the same steps, summed over `steps`."""
-    whole: bool = True
-    """False once a request left before its first token, or a request of another process took part:
-    its share of the time is unknown."""
 
 
 @dataclass(slots=True)
@@ -108,14 +58,8 @@ class PulseState:
     _sockets: set[int] = field(default_factory=set)
     """Open WebSockets. Only the cores show their work. Each may have one request in a step while
     messages flow; further requests came by another entry point."""
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    """In order of arrival."""
-    _bounds: list[tuple[int, int]] = field(default_factory=list)
-    """Heap of the waiting requests' prompts, the largest first, and their keys; with some that wait
-    no more. A pulse is made at every event, and thousands may wait."""
-    _answered: deque[float] = field(default_factory=lambda: deque(maxlen=_ARRIVALS))
-    """Arrivals by vLLM's wall clock, in s, of the latest first tokens."""
-    _run: _PrefillRun | None = None
+    _waiting: WaitingRequests = field(default_factory=WaitingRequests)
+    _run: PrefillRun | None = None
     _busy_since_ns: int = 0
     _busy_ns: int = 0
     _busy_until_ns: int = 0
@@ -132,7 +76,6 @@ class PulseState:
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
     _requests: int = 0
-    _bytes_per_token: float = _INITIAL_BYTES_PER_TOKEN
     _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=_PROMPTS))
     _ttft: tuple[float, ...] = ()
     _itl: tuple[float, ...] = ()
@@ -156,19 +99,10 @@ class PulseState:
             self._busy_since_ns = now_ns
         if self._run is None:
             idle = not self._open and beside is not None and beside.in_flight == 0
-            self._run = _PrefillRun(
-                now_ns,
-                begun_ns=now_ns if idle else 0,
-                beside=beside,
-                from_idle=idle,
-            )
-        bound = max(1, int((body_bytes - _ENVELOPE_BYTES) / self._bytes_per_token))
+            begun_ns = now_ns if idle else 0
+            self._run = PrefillRun(now_ns, begun_ns=begun_ns, beside=beside, from_idle=idle)
         self._open.add(key)
-        self._waiting[key] = _Waiting(now_ns, bound, body_bytes)
-        heappush(self._bounds, (-bound, key))
-        if len(self._bounds) > 2 * len(self._waiting) + _SPARE_BOUNDS:
-            self._bounds = [(-one.prompt_tokens_bound, key) for key, one in self._waiting.items()]
-            heapify(self._bounds)
+        self._waiting.add(key, body_bytes=body_bytes, now_ns=now_ns)
         self._requests += 1
 
     def connect(self, key: int) -> None:
@@ -186,10 +120,10 @@ class PulseState:
         self._open.remove(key)
         if not self._open:
             self._count_busy(self._busy_since_ns, now_ns)
-        request = self._waiting.pop(key, None)
-        if request is None:
+        arrival_ns = self._waiting.remove(key)
+        if arrival_ns is None:
             return
-        waited_s = (now_ns - request.arrival_ns) * 1e-9
+        waited_s = (now_ns - arrival_ns) * 1e-9
         self._unanswered = (*self._unanswered, waited_s)[-_RECENT:]
         self._unanswered_total += 1
         if outlived:
@@ -222,9 +156,11 @@ class PulseState:
         self._prompt_tokens += step.prompt_tokens
         self._generation_tokens += step.generation_tokens
         self._prompts.extend(step.finished_prompt_tokens)
-        answered = self._answered_by(step, now_ns)
-        self._follow_run(step, beside, answered=len(answered), now_ns=now_ns)
-        self._first_tokens(step, answered)
+        decoding = len(self._open) - len(self._waiting)
+        self._waiting.answer(step, now_ns=now_ns)
+        self._follow_run(step, beside, decoding=decoding, now_ns=now_ns)
+        self._ttft = (self._ttft + step.ttft_s)[-_RECENT:]
+        self._ttft_total += len(step.ttft_s)
         if step.inter_token_s:
             self._itl = (self._itl + step.inter_token_s)[-_RECENT:]
             batch = sorted(step.inter_token_s)
@@ -270,7 +206,7 @@ class PulseState:
             self._prompt_quantiles = quantiles_of(ordered)
 
     def pulse(self, *, now_ns: int) -> Pulse:
-        waiting, oldest = self._waiting, next(iter(self._waiting.values()), None)
+        waiting = self._waiting
         decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
@@ -278,8 +214,8 @@ class PulseState:
             waiting=len(waiting),
             running=self._cores.running,
             decoding=decoding,
-            oldest_waiting_arrival_ns=0 if oldest is None else oldest.arrival_ns,
-            largest_waiting_prompt_tokens=self._largest_bound(),
+            oldest_waiting_arrival_ns=waiting.oldest_arrival_ns,
+            largest_waiting_prompt_tokens=waiting.largest_prompt_tokens,
             last_step_end_ns=self._cores.last_step_ns(decoding=decoding, now_ns=now_ns),
             steps_total=self._steps,
             busy_s_total=busy_ns * 1e-9,
@@ -314,102 +250,33 @@ class PulseState:
             itl_late_total=self._late_total,
         )
 
-    def _largest_bound(self) -> int:
-        bounds, waiting = self._bounds, self._waiting
-        while bounds:
-            bound, request = -bounds[0][0], waiting.get(bounds[0][1])
-            if request is not None and request.prompt_tokens_bound == bound:
-                return bound
-            heappop(bounds)
-        return 0
-
     def _alone_since(self, begun_ns: int) -> bool:
         return self.alone_since_ns is not None and begun_ns >= self.alone_since_ns
 
     def _decoding_beside(self, before: Siblings | None, beside: Siblings | None) -> int | None:
         """Decoding requests of other processes in the step that just ended; None if the step may
         have held their prefills too, or if their core is unknown."""
-        if before is None or beside is None or not _only_decoding(before, beside):
+        if before is None or beside is None or not only_decoding(before, beside):
             return None
         if len(self._cores) > 1 and (before.in_flight or beside.in_flight):
             return None  # On which core they decode is not known.
         return beside.decoding
 
-    def _answered_by(self, step: EngineStep, now_ns: int) -> list[int]:
-        """Keys of the waiting requests that get their first token in this step."""
-        keys: list[int] = []
-        for ttft_s in step.ttft_s:
-            arrival_s = step.wall_s - ttft_s
-            if any(abs(arrival_s - other_s) < _SAME_ARRIVAL_S for other_s in self._answered):
-                continue
-            self._answered.append(arrival_s)
-            # The middleware sees a request before vLLM does.
-            latest_ns = now_ns - int((ttft_s - _SAME_ARRIVAL_S) * 1e9)
-            found = None
-            for key, request in self._waiting.items():
-                if request.arrival_ns > latest_ns + _BURST_NS:
-                    break
-                if key not in keys:
-                    found = key
-                    if request.arrival_ns >= latest_ns - _BURST_NS:
-                        break
-            if found is not None:
-                keys.append(found)
-        return keys
-
     def _follow_run(
-        self, step: EngineStep, beside: Siblings | None, *, answered: int, now_ns: int
+        self, step: EngineStep, beside: Siblings | None, *, decoding: int, now_ns: int
     ) -> None:
-        run = self._run
-        if run is None:
+        run, caught_up = self._run, not self._waiting
+        if run is None or not run.follow(
+            step, beside, decoding=decoding, caught_up=caught_up, now_ns=now_ns
+        ):
             return
-        if not _only_decoding(run.beside, beside):
-            run.whole = False
-        if run.begun_ns == 0 and not step.first_tokens:
-            run.begun_ns = now_ns
-            return
-        run.engine_steps += 1
-        if not step.first_tokens:
-            return
-        run.steps += 1
-        run.tokens += step.prompt_tokens - step.cached_tokens
-        run.decodes += len(self._open) - len(self._waiting)
-        run.decodes += 0 if beside is None else beside.decoding
-        caught_up = answered >= len(self._waiting)
-        if caught_up or run.steps == _RUN_STEPS_MAX:
-            self._observe(run, beside, now_ns)
-            self._run = None if caught_up else _PrefillRun(now_ns, begun_ns=now_ns, beside=beside)
-
-    def _observe(self, run: _PrefillRun, beside: Siblings | None, now_ns: int) -> None:
-        """Teach the prefill time of a run, less the share of the decodes in its steps."""
-        begun_ns = run.begun_ns or run.arrival_ns
-        if not (run.whole and self._alone_since(begun_ns)):
-            return
-        if len(self._cores) > 1 and not (run.from_idle and run.steps == 1):
-            return  # Cores that prefill side by side.
-        steps = run.steps + (ceil(run.tokens / self.step_tokens) if self.step_tokens else 0)
-        others = beside.steps_total - run.beside.steps_total if beside and run.beside else 0
-        if self.step_tokens and max(run.engine_steps, others) > steps:
-            return  # The request waited for room, not for prefills.
-        seconds = (now_ns - begun_ns) * 1e-9 - run.decodes * self.times.model.decode_s_per_request
-        self.times.observe_prefill(
-            tokens=round(run.tokens / run.steps), seconds=max(0.0, seconds / run.steps)
-        )
-
-    def _first_tokens(self, step: EngineStep, answered: list[int]) -> None:
-        requests = [self._waiting.pop(key) for key in answered]
-        body_bytes = sum(request.body_bytes - _ENVELOPE_BYTES for request in requests)
-        self._ttft = (self._ttft + step.ttft_s)[-_RECENT:]
-        self._ttft_total += len(step.ttft_s)
-        if step.prompt_tokens and body_bytes > 0 and len(requests) == step.first_tokens:
-            ratio = max(0.5, body_bytes / step.prompt_tokens)
-            # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.
-            weight = 0.2 if ratio < self._bytes_per_token else 0.02
-            self._bytes_per_token += weight * (ratio - self._bytes_per_token)
-
-
-def _only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
-    """Whether the siblings had no prefill in between, as far as is known."""
-    if before is None or after is None or before.waiting or after.waiting:
-        return False
-    return before.requests_total == after.requests_total
+        # Cores may prefill side by side.
+        apart = len(self._cores) <= 1 or (run.from_idle and run.steps == 1)
+        waited = run.has_waited(beside, step_tokens=self.step_tokens)
+        if run.whole and self._alone_since(run.since_ns) and apart and not waited:
+            decode_s = self.times.model.decode_s_per_request
+            self.times.observe_prefill(
+                tokens=round(run.tokens / run.steps),
+                seconds=run.step_s(decode_s=decode_s, now_ns=now_ns),
+            )
+        self._run = None if caught_up else PrefillRun(now_ns, begun_ns=now_ns, beside=beside)
