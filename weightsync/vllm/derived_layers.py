@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightsync.vllm.loader_map import plain_copies
+from weightsync.vllm.loader_trace import plain_copies
 
 _PROCESS = "process_weights_after_loading"
 _KERNEL = "moe_kernel"

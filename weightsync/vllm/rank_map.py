@@ -27,15 +27,8 @@ from weightsync.receive.held_parts import (
     held_parts,
     whole_box,
 )
-from weightsync.vllm.loader_map import (
-    LoaderCopy,
-    LoaderMap,
-    drawn,
-    is_held,
-    no_place,
-    recorded,
-    twins_of,
-)
+from weightsync.vllm.loader_map import LoaderMap, is_held, no_place, twins_of
+from weightsync.vllm.loader_trace import LoaderCopy, drawn, recorded
 from weightsync.vllm.rank_parts import held_elsewhere
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
