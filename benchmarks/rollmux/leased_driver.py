@@ -258,7 +258,7 @@ class LeasedDriver(Driver):
         worker.work_until(self._now)
         worker.tail.observe(TailSample(stage=permit.stage), now=self._now)
         worker.nodes = permit.nodes
-        worker.come_home(loading_s=self._load(worker, worker.nodes))
+        worker.come_home(loading_s=self._loaded.load(worker, worker.nodes))
         del self._away[worker.job]
         self._phase("tail_returned", worker, worker.nodes)
         super()._share_changed(worker, effect)

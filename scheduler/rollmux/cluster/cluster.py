@@ -13,7 +13,7 @@ from scheduler.model import Completion, JobSpec, PhaseKind, Placement, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
-from scheduler.rollmux.cluster.measured import MeasuredSeconds
+from scheduler.rollmux.cluster.measured import LoadTimes
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
 from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitLookup, PermitUpdates
 from scheduler.rollmux.cluster.runtime_events import (
@@ -36,12 +36,8 @@ from scheduler.rollmux.planner.group_effects import (
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.residency import Residency
 
-_LEAST_LOAD_S = 1e-3
 _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
-_MOST_WARM_RATIO = 8.0
-"""Cap on a reported start from host memory, over the configured one: every tenant's jobs are
-planned by these reports."""
 
 
 class ClusterPolicy:
@@ -56,8 +52,7 @@ class ClusterPolicy:
         """Every submitted job, in order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
         """Host memory in use now; the planner's table counts what it has planned."""
-        self.move_s = MeasuredSeconds.begin(config.move_s)
-        self.warm_start_s = MeasuredSeconds.begin(config.warm_start_s)
+        self.load_times = LoadTimes(config, self.planner)
         self.arrivals = 0
         self.unsaved: set[JobId] = set()
         """Jobs whose record has changed since the shell last cleared this set."""
@@ -130,7 +125,9 @@ class ClusterPolicy:
         if not placed.started:
             placed.started = True
             self.unsaved.add(job)
-        return max(self.config.cold_start_s, self.move_s.in_force_s) if placed.loads else 0.0
+        return (
+            max(self.config.cold_start_s, self.load_times.move.in_force_s) if placed.loads else 0.0
+        )
 
     def complete_phase(self, end: EndPermit, curve: tuple[Completion, ...], *, now: float) -> None:
         """`curve` is of the job's phases of this kind; empty: not enough of them were seen."""
@@ -139,7 +136,7 @@ class ClusterPolicy:
             return
         placed, facts = self.placements[job], self.planner.facts[job]
         self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
-        self._learn_loading(placed, end)
+        self.layout_changed |= self.load_times.observe(placed, end)
         if curve:
             per_node = self.config.rollout.type.accelerators
             facts.learn_tail(curve, accelerators=per_node * placed.spec.phases[0].nodes)
@@ -150,22 +147,6 @@ class ClusterPolicy:
             if placed.notified:
                 self._updates.add(self.order_move(placed))
         self.unsaved.add(job)
-
-    def _learn_loading(self, placed: JobPlacement, end: EndPermit) -> None:
-        """Loads of the first phases on new nodes are of the move; the others are warm starts."""
-        first = placed.loads > 0 and end.kind in KINDS
-        placed.loads -= first
-        if first and placed.moving_s is not None:
-            placed.moving_s += end.loading_s
-            if not placed.loads and self.move_s.observe(placed.moving_s):
-                self.layout_changed = True
-                self.planner.set_move_s(self.move_s.in_force_s)
-        # A rollout may have moved its tail, too; a state that was still loaded takes no time.
-        warm = not first and end.kind is PhaseKind.TRAINING and end.loading_s >= _LEAST_LOAD_S
-        most_s = _MOST_WARM_RATIO * max(1.0, self.config.warm_start_s)
-        if warm and self.warm_start_s.observe(min(end.loading_s, most_s)):
-            self.layout_changed = True
-            self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
 
     def lose_phase(self, end: EndPermit) -> None:
         """A permit ended and its phase is not done: the job goes back to its last checkpoint."""
@@ -307,7 +288,7 @@ class ClusterPolicy:
                 group=to.group,
                 rollout_nodes=rollout,
                 training_nodes=training,
-                beside=self._beside(to),
+                beside=self.planner.table.beside(to.placement, to.group),
                 reason=reason,
             )
         )
@@ -321,13 +302,6 @@ class ClusterPolicy:
                     self._leave_old(placed, now)
             case PlacementDecision.RESTARTED:
                 self._restart(placed, to.placement, now)
-
-    def _beside(self, to: AssignNodes) -> tuple[JobId, ...]:
-        group = self.planner.table.groups.get(to.group)
-        others = {} if group is None else group.pinned
-        nodes = set(to.placement.nodes)
-        found = (job for job, other in others.items() if nodes.intersection(other.nodes))
-        return tuple(sorted(job for job in found if job != to.placement.job))
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""

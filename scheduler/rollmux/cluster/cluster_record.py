@@ -76,8 +76,8 @@ def layout(policy: ClusterPolicy) -> ClusterLayout:
         awaited=policy.fleet.awaited,
         failed=tuple(sorted(policy.fleet.failed)),
         arrivals=policy.arrivals,
-        move_s=policy.move_s,
-        warm_start_s=policy.warm_start_s,
+        move_s=policy.load_times.move,
+        warm_start_s=policy.load_times.warm_start,
     )
 
 
@@ -100,10 +100,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
     last = records[-1].placed.number if records else 0
     policy.arrivals = max(memory.layout.arrivals, last)
     where = memory.layout
-    policy.move_s = where.move_s or policy.move_s
-    policy.warm_start_s = where.warm_start_s or policy.warm_start_s
-    policy.planner.set_move_s(policy.move_s.in_force_s)
-    policy.planner.set_warm_start_s(policy.warm_start_s.in_force_s)
+    policy.load_times.restore(where.move_s, where.warm_start_s)
     policy.fleet.restore(where.machines, where.awaited, where.failed)
     _restore_groups(policy, memory.layout.groups, records)
 

@@ -8,6 +8,13 @@ from typing import Final
 
 import msgspec
 
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.job_limits import KINDS
+from scheduler.rollmux.cluster.job_placement import JobPlacement
+from scheduler.rollmux.permits.events import EndPermit
+from scheduler.rollmux.planner.planner import GroupPlanner
+
 _MEMORY: Final = 16.0
 """Length of the mean's memory, in observations."""
 _SET_FOR: Final = 4.0
@@ -15,6 +22,10 @@ _SET_FOR: Final = 4.0
 _STEP_RATIO: Final = 0.25
 _MOST_RATIO: Final = 8.0
 """Cap on one observation, as a ratio of the mean: an absence of hours is no move of hours."""
+_LEAST_LOAD_S: Final = 1e-3
+_MOST_WARM_RATIO: Final = 8.0
+"""Cap on a reported start from host memory, over the configured one: every tenant's jobs are
+planned by these reports."""
 
 
 class MeasuredSeconds(msgspec.Struct, kw_only=True):
@@ -35,3 +46,38 @@ class MeasuredSeconds(msgspec.Struct, kw_only=True):
         if changed:
             self.in_force_s = self.mean_s
         return changed
+
+
+class LoadTimes:
+    """Learns both durations from the phases that end; the planner takes the values in force."""
+
+    def __init__(self, config: ClusterConfig, planner: GroupPlanner) -> None:
+        self.move = MeasuredSeconds.begin(config.move_s)
+        self.warm_start = MeasuredSeconds.begin(config.warm_start_s)
+        self._most_warm_s = _MOST_WARM_RATIO * max(1.0, config.warm_start_s)
+        self._planner = planner
+
+    def observe(self, placed: JobPlacement, end: EndPermit) -> bool:
+        """Loads of the first phases on new nodes are of the move; the others are warm starts. True
+        if a value in force has changed."""
+        first = placed.loads > 0 and end.kind in KINDS
+        placed.loads -= first
+        changed = False
+        if first and placed.moving_s is not None:
+            placed.moving_s += end.loading_s
+            changed = not placed.loads and self.move.observe(placed.moving_s)
+        # A rollout may have moved its tail, too; a state that was still loaded takes no time.
+        if not first and end.kind is PhaseKind.TRAINING and end.loading_s >= _LEAST_LOAD_S:
+            changed = self.warm_start.observe(min(end.loading_s, self._most_warm_s))
+        if changed:
+            self._put_in_force()
+        return changed
+
+    def restore(self, move: MeasuredSeconds | None, warm_start: MeasuredSeconds | None) -> None:
+        """Records of an earlier process; None: it wrote none."""
+        self.move, self.warm_start = move or self.move, warm_start or self.warm_start
+        self._put_in_force()
+
+    def _put_in_force(self) -> None:
+        self._planner.set_move_s(self.move.in_force_s)
+        self._planner.set_warm_start_s(self.warm_start.in_force_s)

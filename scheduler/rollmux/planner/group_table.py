@@ -160,6 +160,13 @@ class GroupTable:
         group = self.groups[self.nodes[node]]
         return tuple(job for job, placement in group.pinned.items() if node in placement.nodes)
 
+    def beside(self, placement: Placement, group: GroupId) -> tuple[JobId, ...]:
+        """Other jobs of the group that are pinned to nodes of the placement."""
+        there, nodes = self.groups.get(group), set(placement.nodes)
+        pinned = {} if there is None else there.pinned
+        found = (job for job, other in pinned.items() if nodes.intersection(other.nodes))
+        return tuple(sorted(job for job in found if job != placement.job))
+
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs still resident on the node but pinned elsewhere."""
         return tuple(

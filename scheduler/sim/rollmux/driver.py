@@ -9,8 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Final
 
-from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import NO_JOB, PhaseKind, Pool
+from harvester.contracts.ids import NodeId
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
@@ -44,6 +43,7 @@ from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Ledger, NodeBill, RunCounts, RunResult
+from scheduler.sim.rollmux.loaded_nodes import LoadedNodes
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, spec_of
 
@@ -52,12 +52,6 @@ TICK_S: Final = 60.0
 REPAIR_S: Final = 3600.0
 """Time from a node's failure until it is supply again, in s."""
 _RETRY_S: Final = 5.0
-_POOLS: Final = {PhaseKind.ROLLOUT: Pool.ROLLOUT, PhaseKind.TRAINING: Pool.TRAINING}
-_NOTES: Final = {
-    PlacementDecision.PLACED: "placement",
-    PlacementDecision.MOVED: "move",
-    PlacementDecision.RESTARTED: "restart",
-}
 _WHOLE: Final = (PermitStage.RUNNING, PermitStage.NARROWING)
 _ALWAYS: Final = -1
 """Version of a moment that no other action replaces."""
@@ -95,8 +89,7 @@ class Driver:
         """Time, number, action, its argument, and the worker's version at scheduling."""
         self._numbers = count()
         self._left = len(jobs)
-        self._loaded: dict[NodeId, JobId] = {}
-        """Per node, the job with its state on the accelerators; no job once it was asked off."""
+        self._loaded = LoadedNodes(world)
 
     def run(self) -> RunResult:
         for worker in self._workers:
@@ -166,10 +159,12 @@ class Driver:
                 worker = self._by_job[effect.job]
                 self._set_next(worker, self._now + _RETRY_S, self._ask)
             case UnloadNodes():
-                self._loaded.update(dict.fromkeys(effect.nodes, NO_JOB))
+                self._loaded.make_way(effect.nodes)
                 self._set(self._now, self._unloaded, effect)
             case PlanJob():
-                self._note(effect)
+                self._counts.moves += effect.decision is PlacementDecision.MOVED
+                self._counts.restarts += effect.decision is PlacementDecision.RESTARTED
+                self.ledger.placement(self._now, effect)
             case WarnHolder():
                 self._set(self._now + self._runtime.config.permits.warn_s, self._tick, False)
             case RevokePermit():
@@ -213,7 +208,7 @@ class Driver:
     def _submit_again(self, worker: Worker) -> None:
         """Submits the job again: it learns its present placement and moves its state there."""
         worker.stage = WorkerStage.BETWEEN
-        self._unload(worker)
+        self._loaded.unload(worker.job)
         self._submit(worker)
         self._admitted(worker)
 
@@ -222,29 +217,12 @@ class Driver:
         self._send(Enter(job=worker.job, kind=worker.kind, holder=worker.job))
 
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
-        loading_s = self._load(worker, grant.nodes)
+        loading_s = self._loaded.load(worker, grant.nodes)
         worker.epoch = grant.epoch
         share = worker.share_of(grant.nodes, grant.accelerators)
         worker.begin(grant.nodes, loading_s=loading_s, share=share, now=self._now)
         self._phase("phase_start", worker, grant.nodes)
         self._set_next(worker, worker.next_s(), self._work)
-
-    def _load(self, worker: Worker, nodes: tuple[NodeId, ...]) -> float:
-        """Loads the job's state on these nodes' accelerators; returns the seconds that it takes."""
-        missing = [node for node in nodes if self._loaded.get(node) != worker.job]
-        # On accelerators that hold nothing, a state from storage comes at once.
-        warm = any(node in self._loaded or node in worker.resident for node in missing)
-        self._loaded.update(dict.fromkeys(nodes, worker.job))
-        return warm * self._world.warm_start_s + worker.bring(nodes, self._world)
-
-    def _unload(self, worker: Worker) -> None:
-        """The job's process has taken its states off all accelerators."""
-        for node in [node for node, job in self._loaded.items() if job == worker.job]:
-            del self._loaded[node]
-
-    def _make_way(self, worker: Worker, nodes: tuple[NodeId, ...]) -> None:
-        """A tail's state is off these nodes; what starts there pays for it with its warm start."""
-        self._loaded |= {node: NO_JOB for node in nodes if self._loaded.get(node) == worker.job}
 
     def _work(self, worker: Worker) -> None:
         worker.work_until(self._now)
@@ -265,10 +243,9 @@ class Driver:
         worker.work_until(self._now)
         worker.share = worker.share_of(permit.nodes, permit.accelerators)
         if isinstance(effect, WidenPermit):
-            self._loaded.update(dict.fromkeys(effect.nodes, worker.job))
-            worker.resident.update(effect.nodes)
+            self._loaded.widen(worker, effect.nodes)
         else:
-            self._make_way(worker, effect.nodes)
+            self._loaded.make_way(effect.nodes, worker.job)
             worker.tail_moved()
             self._phase("tail_moved", worker, worker.nodes)
         self._set_next(worker, worker.next_s(), self._work)
@@ -293,7 +270,7 @@ class Driver:
         # As a job's process does: a tail takes its state off, and only whole phases leave theirs.
         whole = permit is not None and permit.stage in _WHOLE
         if not whole:
-            self._make_way(worker, worker.nodes)
+            self._loaded.make_way(worker.nodes, worker.job)
         effects = self._send(
             Leave(
                 job=worker.job,
@@ -311,7 +288,7 @@ class Driver:
             self._leave(worker, "job_done")
         elif any(isinstance(each, OrderMove) and each.job == worker.job for each in effects):
             self.ledger.write(self._now, "left", job=worker.job)
-            self._unload(worker)
+            self._loaded.unload(worker.job)
             worker.stage = WorkerStage.BETWEEN
             self._submit(worker)
         else:
@@ -321,7 +298,7 @@ class Driver:
         if worker.stage is not WorkerStage.RUNNING:
             return
         self._phase("phase_lost", worker, worker.nodes)
-        self._unload(worker)
+        self._loaded.unload(worker.job)
         worker.lose_iteration()
         worker.stage = WorkerStage.BETWEEN
         worker.version += 1
@@ -342,7 +319,7 @@ class Driver:
         worker.version += 1
         self._left -= 1
         self.ledger.write(self._now, kind, job=worker.job)
-        self._unload(worker)
+        self._loaded.unload(worker.job)
         self._send(Forget(job=worker.job))
 
     def _fail(self, failing: tuple[NodeId, int]) -> None:
@@ -351,7 +328,7 @@ class Driver:
             return
         self._counts.failures += 1
         self.ledger.write(self._now, "node_failed", node=node)
-        self._loaded.pop(node, None)
+        self._loaded.lose(node)
         for worker in self._workers:
             worker.resident.discard(node)
         self._send(NodeReport(node=node, failed=True))
@@ -361,40 +338,14 @@ class Driver:
         self.ledger.write(self._now, "node_repaired", node=node)
         self._send(NodeReport(node=node, failed=False))
 
-    def _note(self, decided: PlanJob) -> None:
-        self._counts.moves += decided.decision is PlacementDecision.MOVED
-        self._counts.restarts += decided.decision is PlacementDecision.RESTARTED
-        self.ledger.write(
-            self._now,
-            _NOTES[decided.decision],
-            job=decided.job,
-            nodes=list(decided.nodes),
-            reason=decided.reason,
-        )
-
     def _phase(
         self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **fields: object
     ) -> None:
-        """Writes one event per node, or one without a node; a partly held node's names its
-        accelerators."""
-        if not self.ledger.record:
-            return
         permit = self._runtime.permit(worker.job)
         parts = {} if permit is None else permit.accelerators
-        if not nodes:
-            self.ledger.write(self._now, kind, job=worker.job, phase=worker.kind, **fields)
-        for node in nodes:
-            part = {"accelerators": parts[node]} if node in parts else {}
-            self.ledger.write(
-                self._now,
-                kind,
-                job=worker.job,
-                node=node,
-                pool=_POOLS[worker.kind],
-                phase=worker.kind,
-                **part,
-                **fields,
-            )
+        self.ledger.phase(
+            self._now, kind, job=worker.job, phase=worker.kind, nodes=nodes, parts=parts, **fields
+        )
 
 
 def _evicts(effect: RuntimeEffect) -> bool:

@@ -2,21 +2,29 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Node, Pool
+from scheduler.model import Node, PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.runtime_events import PlanJob
+from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.workload import SimulatedJob, World
 
 WINDOW = 20
 """Iterations of the worst window that is reported."""
+_POOLS: Final = {PhaseKind.ROLLOUT: Pool.ROLLOUT, PhaseKind.TRAINING: Pool.TRAINING}
+_PLACEMENTS: Final = {
+    PlacementDecision.PLACED: "placement",
+    PlacementDecision.MOVED: "move",
+    PlacementDecision.RESTARTED: "restart",
+}
 
 
 @dataclass(slots=True)
@@ -65,6 +73,37 @@ class Ledger:
         self.dollars += hours * price
         self.priced.append((since_s, t_s, price))
         self.write(t_s, "node_down", node=node, pool=pool)
+
+    def placement(self, t_s: float, decided: PlanJob) -> None:
+        self.write(
+            t_s,
+            _PLACEMENTS[decided.decision],
+            job=decided.job,
+            nodes=list(decided.nodes),
+            reason=decided.reason,
+        )
+
+    def phase(
+        self,
+        t_s: float,
+        kind: str,
+        *,
+        job: JobId,
+        phase: PhaseKind,
+        nodes: tuple[NodeId, ...],
+        parts: Mapping[NodeId, object],
+        **fields: object,
+    ) -> None:
+        """Writes one event per node, or one without a node; `parts`: held accelerators of partly
+        held nodes."""
+        if not self.record:
+            return
+        if not nodes:
+            self.write(t_s, kind, job=job, phase=phase, **fields)
+        for node in nodes:
+            part = {"accelerators": parts[node]} if node in parts else {}
+            place = {"node": node, "pool": _POOLS[phase]}
+            self.write(t_s, kind, job=job, **place, phase=phase, **part, **fields)
 
     def in_order(self) -> list[dict[str, Any]]:
         """Recorded events by time, events of one time in order of writing."""

@@ -47,8 +47,8 @@ def test_moves_and_starts_are_measured_by_the_control() -> None:
         control.pass_time(18.0, beats="a")
         control.leave("a", loading_s=3.0)
     policy = control.service.cluster
-    assert policy.warm_start_s.in_force_s == pytest.approx(3.0, rel=0.3)
-    assert policy.planner.packer.judge.rules.warm_s == policy.warm_start_s.in_force_s
+    assert policy.load_times.warm_start.in_force_s == pytest.approx(3.0, rel=0.3)
+    assert policy.planner.packer.judge.rules.warm_s == policy.load_times.warm_start.in_force_s
     given = policy.placements["a"].spec
     for _ in range(7):
         ask_to_move(policy, "a")
@@ -57,8 +57,8 @@ def test_moves_and_starts_are_measured_by_the_control() -> None:
         assert moved.move is not None
         control.submit(given)
         control.pass_time(39.0)
-    assert policy.planner.relocation.move_s == policy.move_s.in_force_s
-    assert policy.move_s.in_force_s == pytest.approx(180.0, rel=0.25)
+    assert policy.planner.relocation.move_s == policy.load_times.move.in_force_s
+    assert policy.load_times.move.in_force_s == pytest.approx(180.0, rel=0.25)
 
 
 @pytest.mark.parametrize("held_s", [0.01, 100.0])
@@ -70,7 +70,9 @@ def test_no_tenant_s_report_makes_starts_slow_for_all(held_s: float) -> None:
             control.runs("a", kind)
             control.pass_time(held_s, beats="a")
             control.leave("a", loading_s=1e9)
-    assert control.service.cluster.warm_start_s.in_force_s <= (5.0 if held_s < 5.0 else 40.0)
+    assert control.service.cluster.load_times.warm_start.in_force_s <= (
+        5.0 if held_s < 5.0 else 40.0
+    )
 
 
 def _iteration(control: Control, *, loading_s: float) -> None:
@@ -89,7 +91,7 @@ def test_cold_loads_and_states_that_were_still_loaded_are_no_warm_starts() -> No
         _iteration(control, loading_s=135.0)
         for _ in range(2):
             _iteration(control, loading_s=1e-4)
-    assert control.service.cluster.warm_start_s.mean_s == 5.0
+    assert control.service.cluster.load_times.warm_start.mean_s == 5.0
 
 
 def test_a_move_lasts_until_its_first_phases_have_loaded() -> None:
@@ -104,7 +106,7 @@ def test_a_move_lasts_until_its_first_phases_have_loaded() -> None:
         control.submit(policy.placements["a"].spec)
         _iteration(control, loading_s=60.0)
     assert policy.placements["a"].moves == 8
-    assert policy.move_s.mean_s == pytest.approx(120.0, rel=0.3)
+    assert policy.load_times.move.mean_s == pytest.approx(120.0, rel=0.3)
 
 
 def test_the_first_phases_on_other_nodes_are_not_late_while_they_load() -> None:
