@@ -14,35 +14,32 @@ import argparse
 import time
 from pathlib import Path
 
-from harvester.contracts.ids import JobId
 from scheduler import JobSpec, PhaseClient, PhaseKind, PhaseSpec, SocketTransport
-from scheduler.rollmux.cluster.runtime_events import OrderMove
-from scheduler.rollmux.control.permit import Permit
 
 GB = 10**9
 STEPS = 20
 
 
-def submission(job: str, *, rollout_s: float, training_s: float) -> JobSpec:
+def submission(given: argparse.Namespace) -> JobSpec:
     """The job's declaration; `max_s` is a phase with every response at its token limit."""
     return JobSpec(
-        job=JobId(job),
+        job=given.job,
         slo=1.9,
         host_bytes=400 * GB,
         phases=(
-            PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=1.5 * rollout_s),
-            PhaseSpec(kind=PhaseKind.TRAINING, max_s=1.5 * training_s),
+            PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=1.5 * given.rollout_s),
+            PhaseSpec(kind=PhaseKind.TRAINING, max_s=1.5 * given.training_s),
         ),
     )
 
 
-def places(permit: Permit) -> str:
+def places(permit: PhaseClient.Permit) -> str:
     """The permit's nodes, with the accelerators of partly held ones."""
     parts = permit.accelerators
     return " ".join(f"{node}{list(parts[node]) if node in parts else ''}" for node in permit.nodes)
 
 
-def roll_out(permit: Permit, seconds: float) -> None:
+def roll_out(permit: PhaseClient.Permit, seconds: float) -> None:
     """Says how far it is, and makes room for a job that waits, as a real rollout's tail would."""
     for step in range(STEPS):
         time.sleep(seconds / STEPS)
@@ -61,7 +58,7 @@ def main() -> None:
     parser.add_argument("--training-s", type=float, default=1.0)
     given = parser.parse_args()
 
-    def moved(move: OrderMove) -> None:
+    def moved(move: PhaseClient.Move) -> None:
         """Frees the old nodes' state between two iterations; the next permit is on the new
         nodes."""
         say(f"moves to {move.text}")
@@ -69,8 +66,7 @@ def main() -> None:
     def say(words: str) -> None:
         print(f"{given.job}: {words}", flush=True)
 
-    job = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
-    phases = PhaseClient(SocketTransport(given.socket), job, on_move=moved)
+    phases = PhaseClient(SocketTransport(given.socket), submission(given), on_move=moved)
     place = phases.placement
     assert place is not None
     say(f"{place.group} on {place.text}: {place.reason}")

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -30,7 +31,7 @@ from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
 from scheduler.rollmux.control.job_gateway import GatewayAccess
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
-from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.permit import Permit as PhasePermit
 from scheduler.rollmux.control.phase import Phase
 from scheduler.rollmux.control.repeated_calls import RepeatedCalls
 from scheduler.rollmux.control.wire import (
@@ -72,6 +73,10 @@ class _Resident:
 
 class PhaseClient:
     """A job's side of the phase control. One phase of a job runs at a time."""
+
+    Terms, Gateway = JobTerms, GatewayAccess
+    Permit: TypeAlias = PhasePermit
+    Move: TypeAlias = OrderMove
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class PhaseClient:
         self._loaded.release()
         self._transport.call(Forget(job=self.job))
 
-    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
+    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> PhasePermit:
         """`cancelled`, set by another thread, ends the wait for the permit.
 
         Raises Exhausted where no permit came in time, ConfigError for a phase it has not.
@@ -176,7 +181,7 @@ class PhaseClient:
                 self._open = None
             raise
         granted_s = self._clock.now()
-        permit = Permit(
+        permit = PhasePermit(
             self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )
         self._loaded.busy = lambda: permit.nodes
@@ -211,7 +216,7 @@ class PhaseClient:
         )
         return permit
 
-    def end(self, permit: Permit, *, failed: str = "") -> None:
+    def end(self, permit: PhasePermit, *, failed: str = "") -> None:
         """Raises Stale where the permit ended before its phase did."""
         resident = self._residents.get(permit.kind)
         leased, self._leased = self._leased, None
@@ -244,7 +249,7 @@ class PhaseClient:
             permit.check()
 
     def _keep_loaded(
-        self, permit: Permit, resident: _Resident | None, *, stuck: bool = False
+        self, permit: PhasePermit, resident: _Resident | None, *, stuck: bool = False
     ) -> None:
         """The phase's state stays on its nodes."""
         if resident is not None:
@@ -252,7 +257,7 @@ class PhaseClient:
             self._loaded.leave(permit.kind, permit.nodes, release, lease_s=lease_s, stuck=stuck)
 
     @contextmanager
-    def _given_back(self, permit: Permit) -> Iterator[None]:
+    def _given_back(self, permit: PhasePermit) -> Iterator[None]:
         """Gives the permit back where the gateway's calls are interrupted, as by Ctrl-C."""
         try:
             yield
@@ -268,7 +273,7 @@ class PhaseClient:
             self._place_again()
         return found
 
-    def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
+    def _leave(self, permit: PhasePermit, *, failed: str, stays_loaded: bool = False) -> None:
         """Repeats until the control has received it; an absent one receives it on its return."""
         self._loaded.busy = tuple
         leave = Leave(

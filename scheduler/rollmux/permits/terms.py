@@ -55,6 +55,7 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    Phase = PhaseTerms
     job: JobId
     phases: tuple[PhaseTerms, ...]
     """Phases in the order of the cycle, each kind once."""

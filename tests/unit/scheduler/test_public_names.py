@@ -27,34 +27,33 @@ def test_the_doors_of_all_packages_have_twelve_names() -> None:
     assert len(scheduler.__all__) + len(weightsync.__all__) == 12
 
 
-SHOWN_DEEPER = {
-    "Adapter",
-    "Base",
-    "Corrupt",
-    "GatewayAccess",
-    "JobId",
-    "JobTerms",
-    "Names",
-    "OrderMove",
-    "Permit",
-    "PhaseTerms",
-    "TensorParallel",
-}
-"""Names that pages and examples import from behind the doors. No further one: a new name either
-replaces one of a door or is reached through one."""
+REPOSITORY = Path(__file__).parents[3]
+SHOWN_DEEPER = {"Adapter", "Base", "Corrupt", "Names", "TensorParallel"}
+"""Names that pages and examples import from behind the doors: of adapters, of a rank's part, and an
+error. No further one: a new name either replaces one of a door or is reached through one."""
+ERRORS = "harvester.contracts.errors"
+"""Module of all packages' errors, for a caller that catches one."""
+DEEP_IMPORT = re.compile(
+    r"^(?:from|import) ((?:harvester|coserve|weightsync|scheduler)\.[\w.]+)(?: import (.+))?$",
+    re.MULTILINE,
+)
+
+
+def test_examples_import_only_the_doors_and_errors() -> None:
+    found = {
+        (example.name, module)
+        for example in (REPOSITORY / "examples").glob("*.py")
+        for module, _ in DEEP_IMPORT.findall(example.read_text())
+    }
+    assert {module for _, module in found} <= {ERRORS}, found
 
 
 def test_pages_and_examples_import_few_names_from_behind_the_doors() -> None:
-    repository = Path(__file__).parents[3]
-    pages = [*(repository / "docs").rglob("*.md"), *(repository / "examples").glob("*.[mp][dy]")]
+    pages = [*(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "examples").glob("*.[mp][dy]")]
     found = {
         name.strip()
-        for page in (repository / "README.md", *pages)
-        for names in re.findall(
-            r"^from (?:harvester|coserve|weightsync|scheduler)\.[\w.]+ import (.+)$",
-            page.read_text(),
-            re.MULTILINE,
-        )
+        for page in (REPOSITORY / "README.md", *pages)
+        for _, names in DEEP_IMPORT.findall(page.read_text())
         for name in names.split(",")
     }
     assert found == SHOWN_DEEPER
@@ -63,6 +62,18 @@ def test_pages_and_examples_import_few_names_from_behind_the_doors() -> None:
 @pytest.mark.parametrize("name", scheduler.__all__)
 def test_each_public_name_is_the_class_of_its_module(name: str) -> None:
     assert getattr(scheduler, name).__name__ == name
+
+
+def test_rarer_names_of_a_phase_are_reached_through_its_client() -> None:
+    client = scheduler.PhaseClient
+    rarer = (client.Terms, client.Terms.Phase, client.Gateway, client.Permit, client.Move)
+    assert [each.__name__ for each in rarer] == [
+        "JobTerms",
+        "PhaseTerms",
+        "GatewayAccess",
+        "Permit",
+        "OrderMove",
+    ]
 
 
 def test_another_name_is_an_attribute_error() -> None:
