@@ -1,4 +1,5 @@
-"""Status of jobs in the terminal: their permits and, under a planning control, their groups."""
+"""Status of jobs in a terminal of 80 columns: their permits and, under a planning control, their
+groups. Names of jobs and nodes are wrapped; headings and numbers are not."""
 
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ def printed(jobs: Sequence[JobStatus]) -> RenderableType:
 
 
 def _permits(jobs: Sequence[JobStatus]) -> Table:
-    table = Table("job", "phase", "stage", "holds", "waits for", "complete", "failures")
+    table = _table("job", "phase", "stage", "holds", "waits for", numbers=("complete", "failures"))
     for job in jobs:
         table.add_row(
             job.job,
@@ -42,9 +43,8 @@ def _held(job: JobStatus) -> str:
 
 
 def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
-    table = Table("group", "job", "rollout | training")
-    for name in ("slow-down", "SLO", "credit s", "iterations", "moves"):
-        table.add_column(name, justify="right")
+    numbers = ("slow-down", "SLO", "credit s", "iterations", "moves")
+    table = _table("group", "job", "rollout | training", numbers=numbers)
     for job, plan in sorted(planned, key=lambda one: (one[1].group, one[0].job)):
         table.add_row(
             plan.group or plan.stage,
@@ -63,3 +63,12 @@ def _words(plan: PlanStatus) -> str:
     if plan.moves_to:
         return f"{plan.stage}, goes to {' '.join(plan.moves_to)}: {plan.reason}"
     return f"{plan.stage}: {plan.reason}"
+
+
+def _table(*names: str, numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold", min_width=len(name.split()[0]))
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
