@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.agent.judge import INVARIANTS, ScenarioVerdict, judged
 from benchmarks.agent.real_faults import STRIKES, run_real
-from benchmarks.agent.virtual_faults import run_in, was_open
+from benchmarks.agent.virtual_scenario import run_in, was_open
 from harvester.contracts.errors import ConfigError
 
 _CHUNK = 20

@@ -7,17 +7,7 @@ lost               turns without a whole answer: no reply, an error status, a st
 duplicated         turns with tokens that no engine made at their place (a token twice), two ends,
                    two different answers to one request id, two first attempts, or a choice that
                    no one asked for; replies that say two things of one token
-wrong_span         spans that do not cover the tokens once and in order, that name another engine
-                   than the one whose stream had the tokens, that name a version which the store
-                   has not, whose engine's workers reported other weights than the store's hash of
-                   the version, without a log-probability for each token, or with a token that the
-                   version's
-                   weights do not give: greedy, one that is not the best by more than TIE_NATS
-                   after penalties, `min_tokens` and `logit_bias` over the whole output; any, one
-                   whose reported log-probability is off by more than LOGPROB_NATS. Engines report
-                   `processed_logprobs`: after those settings and the temperature, and over the
-                   tokens that a grammar allows, so that there only one that is too low is wrong;
-                   that of a forced end of thinking is 0
+wrong_span         spans that span_judge.py finds wrong
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
                    ended, or before its tap may have been too late to see that, and that the next
                    attempt did not go on from
@@ -38,7 +28,7 @@ pin_broken         spans older than the version that their request asked for at 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -52,23 +42,19 @@ from benchmarks.migration.pin_judge import (
     known_since,
     other_numerics,
 )
-from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
+from benchmarks.migration.records import AttemptRecord, RequestRecord
 from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_routes import RolloutRoute, choice_name
 from benchmarks.migration.settings_judge import (
     broken_setting,
-    forced_places,
     stopped_at,
     wrong_attempt_settings,
     wrong_text,
 )
+from benchmarks.migration.span_judge import SpanJudge, held_hashes
 from benchmarks.migration.tap_spans import UNTOLD
 from benchmarks.migration.verdict import MigrationVerdict
 
-TIE_NATS = 1e-3
-"""Two best candidates this close are decided by rounding."""
-LOGPROB_NATS = 1e-2
-"""Engine and reference round differently; versions differ by far more."""
 IN_FLIGHT_S = 0.05
 """Tokens this young may not have been read when their stream ended. Below the time for which the
 gateway lets tokens wait to be read together: all that has come must be read at a cut."""
@@ -93,7 +79,7 @@ def judged(evidence: Evidence) -> MigrationVerdict:
     asks: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for request in sorted(evidence.requests, key=lambda one: one.sent_s):
         asks[request.trajectory, *request.body["token_ids"]].append(request.request_id)
-    hashes = _hashes(evidence.held)
+    hashes = held_hashes(evidence.held)
     failures = _poisoned(evidence, attempts)
     answers: Counter[str] = Counter()
     for name, asked in sorted(turns.items()):
@@ -116,13 +102,6 @@ def judged(evidence: Evidence) -> MigrationVerdict:
     names = {one.trajectory for one in evidence.requests} - evidence.poison
     verdict.trajectories = len(names)
     return verdict
-
-
-def _hashes(held: Iterable[HeldRecord]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
-    for one in held:
-        found[one.identity].add(one.state_hash)
-    return found
 
 
 def _poisoned(
@@ -162,9 +141,10 @@ class _TurnJudge:
             return
         self._chain(last, reply, excused)
         self._attempt_settings(last)
-        self._spans(reply)
-        self._pins(last, reply)
-        self._tokens(last, reply)
+        made = self._made()
+        spans = SpanJudge(self.verdict, self.evidence, self.name, self.hashes)
+        spans.judge(reply, made, last.body["sampling_params"])
+        self._pins(last, reply, made)
 
     def _count(self, last: RequestRecord, reply: Reply) -> None:
         verdict, sampling = self.verdict, last.body["sampling_params"]
@@ -308,28 +288,14 @@ class _TurnJudge:
         self.verdict.worst_late_s = max(self.verdict.worst_late_s, before.late_s)
         self.verdict.in_flight_tokens += max(0, start + sent - offset - max(0, again))
 
-    def _spans(self, reply: Reply) -> None:
-        if not reply.finish_reasons:
-            return  # They come with the end.
-        at = 0
-        for span in reply.spans:
-            if span["start"] != at or span["end"] <= at:
-                self._note("wrong_span", f"{span} does not follow token {at}")
-                return
-            at = span["end"]
-            self.verdict.spans += 1
-            self._span_of_engine(span)
-        if at != len(reply.token_ids):
-            self._note("wrong_span", f"{len(reply.token_ids) - at} tokens without a span")
-
-    def _pins(self, last: RequestRecord, reply: Reply) -> None:
+    def _pins(self, last: RequestRecord, reply: Reply, made: Mapping[int, AttemptRecord]) -> None:
         arrived_s = self.asked[0].sent_s
         newest = max((v for v, known_s in self.known.items() if known_s <= arrived_s), default=0)
         for span in reply.spans:
             untold = span["version"] == UNTOLD
             if not untold and breaks_pin(last.pin, span["version"], newest=newest):
                 self._note("pin_broken", f"{span} for {last.pin}, {newest} was the newest")
-        engines = [each.engine for _, each in sorted(self._made().items())]
+        engines = [each.engine for _, each in sorted(made.items())]
         required = last.body.get("equal_numerics", False)
         if others := other_numerics(required, engines, self.evidence.numerics):
             self._note("pin_broken", f"numerics {others} for {required}: {engines[:1]}")
@@ -341,66 +307,6 @@ class _TurnJudge:
             offset = self._offset(attempt)
             made |= dict.fromkeys(range(offset, offset + len(attempt.token_ids)), attempt)
         return made
-
-    def _span_of_engine(self, span: dict[str, Any]) -> None:
-        if span["version"] == UNTOLD:
-            self.verdict.unknown_weights_spans += 1
-            return
-        published, made = self.evidence.hashes.get(span["version"]), self._made()
-        makers = {
-            made[at].number: made[at] for at in range(span["start"], span["end"]) if at in made
-        }
-        for attempt in makers.values():
-            if attempt.engine != span["engine"]:
-                self._note("wrong_span", f"{span} was made by {attempt.engine}")
-                return
-            held = self.hashes.get(attempt.identity)
-            if published is None:
-                self._note("wrong_span", f"{span} is of a version that the store has not")
-                return
-            if held is None:
-                self.verdict.unknown_weights_spans += 1
-                return
-            if held != {published}:
-                self._note("wrong_span", f"{span}: its workers held {sorted(held)}")
-                return
-        self.verdict.judged_spans += 1
-
-    def _tokens(self, last: RequestRecord, reply: Reply) -> None:
-        """The weights of each span's version give its tokens."""
-        truths = self.evidence.truths.get(self.name, ())
-        if not reply.spans or any(span["version"] == UNTOLD for span in reply.spans):
-            return
-        if len({len(truths), len(reply.logprobs), len(reply.token_ids)}) > 1:
-            found = (
-                f"{len(reply.logprobs)} log-probabilities and {len(truths)} that the store gives"
-            )
-            self._note("wrong_span", f"{found} for {len(reply.token_ids)} tokens")
-            return
-        sampling = last.body["sampling_params"]
-        forced = forced_places(sampling, reply.token_ids, self.evidence.forced_end)
-        greedy = sampling.get("temperature", 1.0) == 0
-        wrong = set()
-        for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=True)):
-            too_low = (each - logprob for each in (truth.logprob, *truth.edge_logprobs))
-            off = min(max(0.0, low) if truth.gap_nats is None else abs(low) for low in too_low)
-            if at in forced:
-                off = abs(logprob)
-            gap_nats = truth.gap_nats if greedy else None
-            self.verdict.judged_tokens += 1
-            self.verdict.judged_choices += gap_nats is not None
-            bad = not off <= LOGPROB_NATS or (gap_nats or 0.0) > TIE_NATS
-            if bad:
-                wrong.add(
-                    next((s["start"] for s in reply.spans if s["start"] <= at < s["end"]), -1)
-                )
-            else:
-                self.verdict.worst_logprob_nats = max(self.verdict.worst_logprob_nats, off)
-                self.verdict.ties += (gap_nats or 0.0) > 0
-        if wrong:
-            self._note(
-                "wrong_span", f"tokens of other weights, spans from {sorted(wrong)}", len(wrong)
-            )
 
 
 def _settings(sampling: Mapping[str, Any]) -> list[str]:

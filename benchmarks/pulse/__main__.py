@@ -25,7 +25,7 @@ from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.excerpt import Excerpt, excerpts_of
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
+from benchmarks.testbed.hardware import CpuHardware, Hardware, add_hardware_option
 from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
@@ -68,12 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--observed", action="store_true", help="an agent observes the server with the pulse"
     )
-    parser.add_argument(
-        "--hardware",
-        type=HardwareKind,
-        choices=tuple(HardwareKind),
-        help="of the servers; else what is there",
-    )
+    add_hardware_option(parser)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # The machine that is asked for is found, and checked, in the run.

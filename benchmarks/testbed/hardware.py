@@ -5,6 +5,7 @@ order do not.
 """
 
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +28,15 @@ class HardwareKind(StrEnum):
     GPU = "gpu"
     REHEARSAL = "gpu-rehearsal"
     """A GPU's form of the run with small models on CPU engines: for a machine without one."""
+
+
+def add_hardware_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--hardware",
+        type=HardwareKind,
+        choices=tuple(HardwareKind),
+        help="of the engines; else what is there",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import Hardware, HardwareKind
+from benchmarks.testbed.hardware import Hardware, add_hardware_option
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.reporting import report
 from benchmarks.weightsync import catch_up
@@ -60,12 +60,7 @@ def main() -> None:
         help="sizes of synthetic steps, and real steps of small models",
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
-    parser.add_argument(
-        "--hardware",
-        type=HardwareKind,
-        choices=tuple(HardwareKind),
-        help="of the engine; else what is there",
-    )
+    add_hardware_option(parser)
     given = parser.parse_args()
     if (given.old is None) != (given.new is None):
         parser.error("--old and --new belong together")

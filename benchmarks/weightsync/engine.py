@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
+from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind, add_hardware_option
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.processes import Child, Processes
 from benchmarks.testbed.reporting import report
@@ -94,12 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.weightsync.engine", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
-    parser.add_argument(
-        "--hardware",
-        type=HardwareKind,
-        choices=tuple(HardwareKind),
-        help="of the engine; else what is there",
-    )
+    add_hardware_option(parser)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -4,7 +4,6 @@ For what no agent is asked about: how soon a gate obeys, and what a step costs t
 """
 
 import threading
-from types import TracebackType
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, PageDirectory
@@ -28,12 +27,7 @@ class GrantWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
         self._page.close(unlink=True)

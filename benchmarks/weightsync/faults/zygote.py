@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from random import Random
-from types import TracebackType
 from typing import IO, Self
 
 import msgspec
@@ -27,12 +26,7 @@ class Zygote:
         self._full: dict[str, ChildEnd] = {}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pipe in (self._pipe(self._process.stdin), self._pipe(self._process.stdout)):
             pipe.close()
         try:

@@ -12,8 +12,9 @@ from benchmarks.agent.hostile import hostile_requests
 from benchmarks.agent.judge import INVARIANTS, judged
 from benchmarks.agent.metrics_page import metrics_page
 from benchmarks.agent.real_faults import STRIKES
-from benchmarks.agent.virtual_faults import FAULTS, run_in, run_scenario, was_open
+from benchmarks.agent.virtual_faults import FAULTS
 from benchmarks.agent.virtual_node import VirtualNode
+from benchmarks.agent.virtual_scenario import run_in, run_scenario, was_open
 from harvester.agent.engine_probes import read_metrics
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageReader
 

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.coserve import __main__ as coserve
+from benchmarks.coserve.__main__ import round_log
 from benchmarks.coserve.arms import Arm, Setting
+from benchmarks.coserve.bench import Bench
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.figures import Facts
 from benchmarks.coserve.rounds import ArmSlice, Runner
@@ -74,7 +75,7 @@ def bench_in(
     *,
     resumes: bool = False,
     **given: Any,
-) -> coserve.Bench:
+) -> Bench:
     """Its clock is the runner's and counts from the run's start."""
     paths = SimpleNamespace(logs=folder / "x.run" / "logs")
     slot = SimpleNamespace(
@@ -96,10 +97,10 @@ def bench_in(
         "seed": 1,
     }
     namespace = argparse.Namespace(short="--short" in arguments, **(asked | given))
-    log = coserve.round_log(namespace, trace, slot.hardware)
+    log = round_log(namespace, trace, slot.hardware)
     if resumes:
         log.resume()
-    bench = coserve.Bench(cast(ServingSlot, slot), trace, namespace, log)
+    bench = Bench(cast(ServingSlot, slot), trace, namespace, log)
     bench.clock, bench.started_s = cast(Any, runner), 0.0
     return bench
 
@@ -122,7 +123,7 @@ def rounds_run(
     **given: Any,
 ) -> CountedRunner:
     runner = CountedRunner(now_s=started_s, folder=folder)
-    monkeypatch.setattr(coserve, "figures", made_figures)
+    monkeypatch.setattr("benchmarks.coserve.bench.figures", made_figures)
     bench = bench_in(folder, runner, arguments, **given)
     excerpts = bench.load.excerpts(bench.length.slice_s, count=bench.rounds)
     found = asyncio.run(bench._rounds(cast(Runner, runner), excerpts))
