@@ -13,7 +13,7 @@ from grafana_foundation_sdk.builders import dashboard as builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana import gpu_rows, plan_rows, rows
+from deploy.grafana import gpu_rows, harvesting_rows, plan_rows, rows
 from deploy.grafana.panels import choice
 
 OUTPUT = Path(__file__).with_name("rosemux.json")
@@ -63,7 +63,7 @@ def build() -> Dashboard:
         board = board.with_variable(variable)
     for title, panels in (
         ("Production", rows.production()),
-        ("Harvesting", (*rows.verdicts(), *rows.harvesting(), *rows.giving_back())),
+        ("Harvesting", harvesting_rows.harvesting()),
         ("GPU guests", gpu_rows.gpu_guests()),
         ("Rollouts", rows.rollouts()),
         ("Phases", rows.phases()),
