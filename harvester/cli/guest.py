@@ -133,7 +133,8 @@ def _run(
     lock.take()
     if segment is not None:
         lock.clear(segment)
-    watch = _watch(settings.mps, planned)
+    mps = None if planned.isolation.fault_isolated else settings.mps
+    watch = None if mps is None else MpsWatch(mps.control, look_s=1.0)
 
     def engine() -> GuestEngine:
         return GuestEngine(
@@ -256,13 +257,6 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: PageDirectory) -> list[s
         notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else changes on the host")
     return notes
-
-
-def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:
-    """Watch, not started, of the MPS daemon that the guest runs under; None without MPS."""
-    if share is None or planned.isolation.fault_isolated:
-        return None
-    return MpsWatch(share.control, look_s=1.0)
 
 
 def _table(answers: Sequence[Answer], *, title: str) -> Table:
