@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -77,6 +77,8 @@ class PhaseClient:
     Terms, Gateway = JobTerms, GatewayAccess
     Permit: TypeAlias = PhasePermit
     Move: TypeAlias = OrderMove
+    _installed: ClassVar["PhaseClient | None"] = None
+    """The process's client: a phase may run in any thread of it."""
 
     def __init__(
         self,
@@ -153,6 +155,18 @@ class PhaseClient:
     def phase(self, kind: PhaseKind | str) -> Phase:
         """A context manager and a decorator."""
         return Phase(lambda: self, PhaseKind(kind))
+
+    @staticmethod
+    def late_phase(kind: PhaseKind | str) -> Phase:
+        """A phase of the client that is installed at entry, not at declaration.
+
+        Raises ConfigError on entry without an installed client.
+        """
+        return Phase(_installed, PhaseKind(kind))
+
+    def install(self) -> None:
+        """Makes it the client of `late_phase` from here on, in every thread."""
+        PhaseClient._installed = self
 
     def forget(self) -> None:
         """The job is over: give up its placement for good."""
@@ -329,26 +343,7 @@ def _declaration(terms: JobTerms | JobSpec, holder: str, *, harvesting: bool) ->
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
 
-_CURRENT: list[PhaseClient] = []
-"""The installed client, if any: of the process, since a phase may run in any thread of it."""
-
-
-def install(client: PhaseClient) -> None:
-    """The client that `phase` of this module uses from here on, in every thread."""
-    _CURRENT[:] = [client]
-
-
-def phase(kind: PhaseKind | str) -> Phase:
-    """A phase of the client installed at entry, not at declaration.
-
-    Raises ConfigError on entry without an installed client.
-    """
-    return Phase(_installed, PhaseKind(kind))
-
-
 def _installed() -> PhaseClient:
-    if not _CURRENT:
-        raise ConfigError(
-            "no phase client is installed: call scheduler.rollmux.control.phase_client.install"
-        )
-    return _CURRENT[0]
+    if PhaseClient._installed is None:
+        raise ConfigError("no phase client is installed: call its install()")
+    return PhaseClient._installed

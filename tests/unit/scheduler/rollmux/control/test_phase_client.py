@@ -17,7 +17,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, Submit
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.phase_client import PhaseClient, install, phase
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import (
     Accepted,
@@ -71,13 +71,13 @@ def test_a_phase_is_a_context_manager_and_a_decorator(embedded: EmbeddedControl)
 def test_the_installed_control_is_found_when_a_phase_is_entered(
     embedded: EmbeddedControl,
 ) -> None:
-    @phase("rollout")
+    @PhaseClient.late_phase("rollout")
     def roll_out() -> str:
         return "done"
 
     with pytest.raises(ConfigError, match="install"):
         roll_out()
-    install(PhaseClient(embedded, terms("a")))
+    PhaseClient(embedded, terms("a")).install()
     assert roll_out() == "done"
     # A thread begins with a context of its own, as a method of a Ray actor may.
     with ThreadPoolExecutor(1) as pool:
