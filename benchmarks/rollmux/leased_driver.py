@@ -248,7 +248,7 @@ class LeasedDriver(Driver):
             leased.work_until(self._now)
             leased.leave_nodes()
             self._away[worker.job] = leased
-            self._phase("tail_leased", worker, worker.nodes)
+            self._phase("tail_leased", worker)
             self._set_next(worker, worker.next_s(), self._work)
         elif permit.stage is PermitStage.RUNNING:
             self._come_home(leased, permit, effect)
@@ -260,7 +260,7 @@ class LeasedDriver(Driver):
         worker.nodes = permit.nodes
         worker.come_home(loading_s=self._loaded.load(worker, worker.nodes))
         del self._away[worker.job]
-        self._phase("tail_returned", worker, worker.nodes)
+        self._phase("tail_returned", worker)
         super()._share_changed(worker, effect)
 
     def _is_home_free(self, worker: LeasedWorker) -> bool:

@@ -221,7 +221,7 @@ class Driver:
         worker.epoch = grant.epoch
         share = worker.share_of(grant.nodes, grant.accelerators)
         worker.begin(grant.nodes, loading_s=loading_s, share=share, now=self._now)
-        self._phase("phase_start", worker, grant.nodes)
+        self._phase("phase_start", worker)
         self._set_next(worker, worker.next_s(), self._work)
 
     def _work(self, worker: Worker) -> None:
@@ -247,7 +247,7 @@ class Driver:
         else:
             self._loaded.make_way(effect.nodes, worker.job)
             worker.tail_moved()
-            self._phase("tail_moved", worker, worker.nodes)
+            self._phase("tail_moved", worker)
         self._set_next(worker, worker.next_s(), self._work)
 
     def _narrow(self, worker: Worker) -> None:
@@ -263,7 +263,7 @@ class Driver:
         self._send(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
 
     def _end_phase(self, worker: Worker) -> None:
-        self._phase("phase_end", worker, worker.nodes, solo_s=worker.length_s)
+        self._phase("phase_end", worker, solo_s=worker.length_s)
         worker.stage, ended = WorkerStage.WAITING, worker.kind
         worker.version += 1
         permit = self._runtime.permit(worker.job)
@@ -297,7 +297,7 @@ class Driver:
     def _lose_phase(self, worker: Worker, end: EndPermit) -> None:
         if worker.stage is not WorkerStage.RUNNING:
             return
-        self._phase("phase_lost", worker, worker.nodes)
+        self._phase("phase_lost", worker)
         self._loaded.unload(worker.job)
         worker.lose_iteration()
         worker.stage = WorkerStage.BETWEEN
@@ -314,7 +314,7 @@ class Driver:
 
     def _leave(self, worker: Worker, kind: str) -> None:
         if worker.stage is WorkerStage.RUNNING:
-            self._phase("phase_lost", worker, worker.nodes)
+            self._phase("phase_lost", worker)
         worker.stage = WorkerStage.DONE
         worker.version += 1
         self._left -= 1
@@ -338,14 +338,10 @@ class Driver:
         self.ledger.write(self._now, "node_repaired", node=node)
         self._send(NodeReport(node=node, failed=False))
 
-    def _phase(
-        self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **fields: object
-    ) -> None:
+    def _phase(self, kind: str, worker: Worker, **fields: object) -> None:
         permit = self._runtime.permit(worker.job)
         parts = {} if permit is None else permit.accelerators
-        self.ledger.phase(
-            self._now, kind, job=worker.job, phase=worker.kind, nodes=nodes, parts=parts, **fields
-        )
+        self.ledger.phase(self._now, kind, worker, parts, **fields)
 
 
 def _evicts(effect: RuntimeEffect) -> bool:

@@ -15,6 +15,7 @@ from scheduler.model import Node, PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.runtime_events import PlanJob
 from scheduler.rollmux.planner.group_effects import PlacementDecision
+from scheduler.sim.rollmux.worker import Worker
 from scheduler.sim.rollmux.workload import SimulatedJob, World
 
 WINDOW = 20
@@ -87,10 +88,7 @@ class Ledger:
         self,
         t_s: float,
         kind: str,
-        *,
-        job: JobId,
-        phase: PhaseKind,
-        nodes: tuple[NodeId, ...],
+        worker: Worker,
         parts: Mapping[NodeId, object],
         **fields: object,
     ) -> None:
@@ -98,12 +96,12 @@ class Ledger:
         held nodes."""
         if not self.record:
             return
-        if not nodes:
-            self.write(t_s, kind, job=job, phase=phase, **fields)
-        for node in nodes:
+        if not worker.nodes:
+            self.write(t_s, kind, job=worker.job, phase=worker.kind, **fields)
+        for node in worker.nodes:
             part = {"accelerators": parts[node]} if node in parts else {}
-            place = {"node": node, "pool": _POOLS[phase]}
-            self.write(t_s, kind, job=job, **place, phase=phase, **part, **fields)
+            place = {"node": node, "pool": _POOLS[worker.kind]}
+            self.write(t_s, kind, job=worker.job, **place, phase=worker.kind, **part, **fields)
 
     def in_order(self) -> list[dict[str, Any]]:
         """Recorded events by time, events of one time in order of writing."""
