@@ -274,8 +274,9 @@ def _follow(follower: "Follower", *, every_s: float) -> None:
     complaint, waits = "", False
     while True:
         try:
-            if follower.newer(wait_s=_WAIT_S) is not None:
-                typer.echo(_summary(follower.pull()))
+            if (newer := follower.newer(wait_s=_WAIT_S)) is not None:
+                is_next = follower.held is not None and newer > follower.held.version
+                typer.echo(_summary(follower.pull(newer if is_next else None)))
             elif follower.held is None and not waits:
                 typer.echo("the store holds no version yet, or is not there: waiting")
                 waits = True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.adapter import Base, check_base
@@ -29,13 +29,14 @@ from weightsync.receive.plan import PullPlan, Step, likely_refs, plans
 from weightsync.receive.staged import Applied, Staged, write_state
 from weightsync.receive.staging import Staging
 from weightsync.receive.target import ApplyTarget
+from weightsync.receive.written_runs import BROKEN, WrittenRuns
 from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
 _COMPOSED_FROM = 4
 """Versions from which on a server is asked to compose them: as many as the shortest skip delta."""
-_BROKEN = (Corrupt, Unsupported, Stale)
-"""Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
+_FRESH_S = 10.0
+"""Time after a version for which a server is not asked whether another run has replaced it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,8 @@ class Receiver:
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
-        self._last_hash: tuple[WeightVersion | None, str | None] = None, None
-        """The version that was written last or is held, and its state hash as its store gave it."""
-        self._stamps: dict[WeightVersion, str] = {}
-        """Stamp of every version that was written here; empty for ours, and where none is seen."""
+        self._runs = WrittenRuns(self._store, self.step, lambda: self._present)
+        self._wrote_s = -_FRESH_S
         self._is_closed = False
         self.reapplied = 0
         """Versions that were applied from a full checkpoint after their chain had failed."""
@@ -143,28 +142,20 @@ class Receiver:
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """Waits for a version other than `than`, None after `wait_s`; returns at once if `than` may
         be another run's by now."""
-        is_other = than is not None and than == self._last_hash[0] and self._is_other_run(than)
+        # A server that announces versions is asked once less for each.
+        is_fresh = self.announces and self._clock.now() < self._wrote_s + _FRESH_S
+        is_other = not is_fresh and self._runs.has_other(than)
         return self._store.newer(None if is_other else than, wait_s=wait_s)
-
-    def _is_other_run(self, held: WeightVersion) -> bool:
-        """Whether the store has another run's version under the number of the held one."""
-        known = self._stamps.get(held)
-        with suppress(*_BROKEN):
-            found = self._store.manifest(VersionRef(Kind.WEIGHT, held))
-            if found.section is not None:
-                return found.state_hash != self._last_hash[1]
-            return found.stamp not in {"", known}
-        return bool(known)
 
     def adopt(self, version: WeightVersion, state_hash: str) -> None:
         """The holder has this version, which another receiver wrote."""
-        self._last_hash = version, state_hash
+        self._runs.adopt(version, state_hash)
 
     def was_replaced(self, held: WeightVersion, newest: WeightVersion) -> bool:
         """Whether the store's newest version, not above the held one, may be of another run than
         it. A version of another trainer that this receiver did not write always may."""
         self._steps.pop(VersionRef(Kind.WEIGHT, newest), None)
-        return self._was_replaced(held, newest, self._stamps.get(held))
+        return self._runs.was_replaced(held, newest, is_partial=self.is_partial)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
         """The first of `plans`; raises ConfigError, Stale or Corrupt.
@@ -182,21 +173,21 @@ class Receiver:
             raise ConfigError(f"version {given!r}: give a number; a store has none at first")
         if self.is_partial and (self._written is None or self._written.version != current):
             current = None
-        latest = self._store.latest()
-        self._present = self._store.refs()
+        latest, self._present = self._store.newest(target)
         if self._store.composes and current is not None and target - current >= _COMPOSED_FROM:
             self._present |= {VersionRef(Kind.SKIP, target, current)}
         self._look_ahead(current, target)
         if current == target:
             self._steps.pop(VersionRef(Kind.WEIGHT, target), None)
-        if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
+        is_partial, was_replaced = self.is_partial, self._runs.was_replaced
+        if current is not None and was_replaced(current, target, is_partial=is_partial):
             # The trainer restarted, or the run that wrote the held version is unknown here.
             self._steps.clear()
             current = None
         copy = self._copy and self._copy.step
         if copy and (
             copy.ref.version > target
-            or self._was_replaced(copy.ref.version, target, copy.manifest.stamp)
+            or was_replaced(copy.ref.version, target, copy.manifest.stamp, is_partial=is_partial)
         ):
             self._steps.clear()
             self._copy = None
@@ -212,42 +203,6 @@ class Receiver:
         ):
             check_base(plan.manifest, self.base)
             yield plan
-
-    def _was_replaced(
-        self, version: WeightVersion, target: WeightVersion, known: str | None
-    ) -> bool:
-        """Whether the store's version under this number may differ from the one stamped `known`.
-        RoseMux's versions have a hash of the whole state; another trainer's have only a stamp."""
-        with suppress(*_BROKEN):
-            # A relay may have only the anchor, or a skip delta, of the target in an outage.
-            here = (ref for ref in self._present if ref.version == target)
-            ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
-            step = self.step(ref)
-            manifest = step.manifest if step else self._store.manifest(ref)
-            if manifest.section is not None:
-                if self.is_partial:
-                    # No digest shows that a delta of another run was applied to a part.
-                    return bool(known) or not self._has_state_of(version)
-                # A later version needs no look: deltas of another run fail their state hash.
-                written, state_hash = self._last_hash
-                is_other = written == version == target and state_hash != manifest.state_hash
-                return bool(known) or is_other
-        try:
-            found = self._store.manifest(VersionRef(Kind.WEIGHT, version))
-        except Stale:
-            # A missing version was pruned: another run would have written its own.
-            return not known or target <= version
-        except (Corrupt, Unsupported):
-            return True
-        return bool(known) if found.section is not None else found.stamp not in {"", known}
-
-    def _has_state_of(self, version: WeightVersion) -> bool:
-        """Whether the store is seen to have the state that was written last under this number."""
-        here = (ref for ref in self._present if ref.version == version)
-        with suppress(*_BROKEN):
-            for ref in sorted(here, key=lambda ref: ref.kind is not Kind.WEIGHT):
-                return self._store.manifest(ref).state_hash == self._last_hash[1]
-        return False
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
@@ -357,8 +312,8 @@ class Receiver:
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which trainer's run the written versions come from. A version that is staged and
         never written does not count."""
-        self._stamps |= {step.ref.version: step.manifest.stamp for step in staged.plan.steps}
-        self._last_hash = staged.plan.target, staged.plan.manifest.state_hash
+        self._wrote_s = self._clock.now()
+        self._runs.wrote(staged.plan)
 
     def prepare(
         self,
@@ -389,13 +344,13 @@ class Receiver:
                 with self._forgetting():
                     check(plan.manifest.state_hash)
                     self.parts(plan, held)
-            except _BROKEN as refusal:
+            except BROKEN as refusal:
                 # The layout alone may be broken; another full checkpoint has the layout too.
                 refused = refused or refusal
                 continue
             try:
                 return self.stage(plan, held)
-            except _BROKEN as refusal:
+            except BROKEN as refusal:
                 refused = refused or refusal
                 broken.add(steps)
         raise refused or Corrupt(f"no way to version {target} is intact")

@@ -4,6 +4,7 @@ Imports nothing heavy, so that servers and relays run without a framework.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,6 +42,16 @@ class VersionRef:
     def directory(self) -> str:
         begin = f"{self.kind}_v" if self.base is None else f"{self.kind}_v{self.base:06d}_v"
         return f"{begin}{self.version:06d}"
+
+
+def latest_line(version: WeightVersion) -> bytes:
+    """A LATEST file's bytes."""
+    return f"{VersionRef(Kind.WEIGHT, version).directory}\n".encode()
+
+
+def refs_in(names: Iterable[str]) -> frozenset[VersionRef]:
+    """The versions among directory names."""
+    return frozenset(ref for name in names if (ref := named_ref(name)) is not None)
 
 
 def named_ref(directory: str) -> VersionRef | None:

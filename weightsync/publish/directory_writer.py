@@ -23,7 +23,7 @@ from harvester.platform.file_lock import locked
 from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import refusals, write_durably
-from weightsync.layout.names import LATEST_FILE, READY_FILE, Kind, VersionRef
+from weightsync.layout.names import LATEST_FILE, READY_FILE, VersionRef, latest_line
 from weightsync.publish.agreement import WrittenShare, final_names
 from weightsync.publish.store_writer import Draft
 from weightsync.reading.store import Store
@@ -138,10 +138,9 @@ class DirectoryWriter:
     def point_latest(self, version: WeightVersion) -> None:
         self._check_owner()
         temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
-        line = VersionRef(Kind.WEIGHT, version).directory + "\n"
         with refusals(self._root):
             try:
-                self._write(temporary, [line.encode()])
+                self._write(temporary, [latest_line(version)])
                 temporary.rename(self._root / LATEST_FILE)
             except OSError:
                 temporary.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ from weightsync.layout.names import (
     READY_FILE,
     Kind,
     VersionRef,
+    latest_line,
     named_ref,
 )
 from weightsync.publish.agreement import Shard, WrittenShare
@@ -95,7 +96,9 @@ class ObjectWriter(StoreWriter):
         with suppress(Corrupt):
             numbers.append(self.store.latest() or WeightVersion(0))
         newest = max(numbers, default=WeightVersion(0))
-        while self._objects.has(f"{_weight(newest + 1).directory}/{INDEX_FILE}"):
+        while self._objects.has(
+            f"{VersionRef(Kind.WEIGHT, WeightVersion(newest + 1)).directory}/{INDEX_FILE}"
+        ):
             newest = WeightVersion(newest + 1)
         return newest
 
@@ -143,7 +146,7 @@ class ObjectWriter(StoreWriter):
 
     def point_latest(self, version: WeightVersion) -> None:
         self._check_owner(self._objects)
-        self._objects.put(LATEST_FILE, f"{_weight(version).directory}\n".encode())
+        self._objects.put(LATEST_FILE, latest_line(version))
 
     def remove(self, ref: VersionRef) -> None:
         # Without its index a version is gone for readers; after a kill here the next publisher
@@ -202,10 +205,6 @@ class ObjectWriter(StoreWriter):
             f"{self._objects} has another publisher, {what}: only the newest one may publish; stop "
             "one of them, or give it a store of its own"
         )
-
-
-def _weight(version: int) -> VersionRef:
-    return VersionRef(Kind.WEIGHT, WeightVersion(version))
 
 
 def _by_version(sizes: Mapping[str, int]) -> dict[VersionRef, dict[str, int]]:

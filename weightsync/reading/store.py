@@ -24,7 +24,9 @@ from weightsync.layout.names import (
     READY_FILE,
     Kind,
     VersionRef,
+    latest_line,
     named_ref,
+    refs_in,
 )
 from weightsync.layout.shard import header_length, parsed_header
 from weightsync.reading.shard_copy import ShardCopy
@@ -85,20 +87,28 @@ class Store:
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """The newest version once it differs from `than`; None after `wait_s`."""
-        known = self._source.latest()
-        if self._named_latest(known) == than:
-            known = self._source.latest(known, wait_s=wait_s)
-        found = self._named_latest(known)
+        known = None if than is None else latest_line(than)
+        raw = self._source.latest(known, wait_s=wait_s)
+        if raw != known and self._named_latest(raw) == than:
+            # Others may write the line in another way.
+            raw = self._source.latest(raw, wait_s=wait_s)
+        found = self._named_latest(raw)
         return None if found == than else found
+
+    def newest(self, expected: WeightVersion) -> tuple[WeightVersion | None, frozenset[VersionRef]]:
+        """`latest` and `refs`; see `StoreSource.newest`."""
+        try:
+            raw, found = self._source.newest(latest_line(expected))
+        except FileNotFoundError as error:
+            raise no_store(self) from error
+        return self._named_latest(raw), refs_in(found)
 
     def refs(self) -> frozenset[VersionRef]:
         """Every directory that has a version's name, finished or not."""
         try:
-            found = self._source.directories()
+            return refs_in(self._source.directories())
         except FileNotFoundError as error:
             raise no_store(self) from error
-        refs = (named_ref(name) for name in found)
-        return frozenset(ref for ref in refs if ref is not None)
 
     def manifest(self, ref: VersionRef) -> Manifest:
         """The index of one version; raises Stale if it is gone, Corrupt if it is broken."""

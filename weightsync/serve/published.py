@@ -1,6 +1,6 @@
 """Reads an index without a framework: a version's shards for a relay, a line for people."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +10,7 @@ import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, Corrupt
 from weightsync.layout.index_summary import FileSummary, IndexSummary
-from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
+from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, refs_in
 from weightsync.layout.tables import plain_table
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
@@ -85,9 +85,9 @@ def _foreign(digest: xxhash.xxh3_128, shard: str) -> PublishedFile:
 
 def list_store(location: str, access: Access) -> Iterator[str]:
     """Lines to print; raises ConfigError if the location has neither a store nor stores."""
-    with closing(source_at(location, access)) as source:
-        if refs := _refs(source):
-            yield from _versions(source, refs)
+    with closing(source_at(location, access)) as source, suppress(FileNotFoundError):
+        if refs := refs_in(source.directories()):
+            yield from _versions(source, sorted(refs, key=lambda ref: (ref.version, ref.kind)))
             return
     names: tuple[str, ...] = ()
     with suppress(FileNotFoundError):
@@ -97,16 +97,7 @@ def list_store(location: str, access: Access) -> Iterator[str]:
     yield from names
 
 
-def _refs(source: StoreSource) -> tuple[VersionRef, ...]:
-    try:
-        found = source.directories()
-    except FileNotFoundError:
-        return ()
-    refs = [ref for name in found if (ref := named_ref(name)) is not None]
-    return tuple(sorted(refs, key=lambda ref: (ref.version, ref.kind)))
-
-
-def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str]:
+def _versions(source: StoreSource, refs: Iterable[VersionRef]) -> Iterator[str]:
     latest = (source.latest() or b"").decode(errors="replace").strip()
     for ref in refs:
         mark = "LATEST" if ref.directory == latest else ""

@@ -20,9 +20,8 @@ from weightsync.layout.names import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     READY_FILE,
-    Kind,
-    VersionRef,
-    named_ref,
+    latest_line,
+    refs_in,
 )
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
@@ -103,12 +102,12 @@ class RelayedStores:
         """The newest version that can be served, among versions that upstream named in LATEST:
         readers may have reached it by an anchor, or a skip delta on such a version, alone."""
         latest = self._replies.latest(store)
-        refs = [ref for name in self._whole_versions(store) if (ref := named_ref(name))]
+        refs = refs_in(self._whole_versions(store))
         here: set[WeightVersion] = set()
         for ref in sorted(refs, key=lambda ref: ref.version):
             if latest and ref.version <= latest.version and (ref.base is None or ref.base in here):
                 here.add(ref.version)
-        return f"{VersionRef(Kind.WEIGHT, max(here)).directory}\n".encode() if here else None
+        return latest_line(max(here)) if here else None
 
     def _whole_versions(self, store: str) -> tuple[str, ...]:
         """Versions that can be served without upstream."""

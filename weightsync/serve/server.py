@@ -1,7 +1,7 @@
 """The HTTP server of stores: files by ranges, LATEST as it changes."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -29,9 +29,16 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.news import news_of
 from weightsync.serve.served_stores import ServedFile, ServedStores
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
-from weightsync.transport.wire import StoreList, StoreVersions, index_etag, latest_etag
+from weightsync.transport.wire import (
+    NEWS_TYPE,
+    StoreList,
+    StoreVersions,
+    index_etag,
+    latest_etag,
+)
 
 _PIECE_BYTES = 1 << 20
 _BURST_S = 0.25
@@ -137,12 +144,13 @@ class WeightServer:
 
     @Route(
         f"GET /stores/{{store}}/{LATEST_FILE}",
-        "The newest version; Prefer: wait=SECONDS waits for another one",
-        kinds=(TEXT,),
-        headers=("If-None-Match", "Prefer"),
+        "The newest version; Prefer: wait=SECONDS waits for another one. With Accept: "
+        f"{NEWS_TYPE} the listing and the version's files too, in msgpack, where they are small",
+        kinds=(TEXT, NEWS_TYPE),
+        headers=("Accept", "If-None-Match", "Prefer"),
         refuses=(304, 404, 409, 503),
     )
-    async def _latest(self, request: web.Request) -> web.Response:
+    async def _latest(self, request: web.Request) -> web.StreamResponse:
         store, known = self._store(request), _known_latest(request)
         wait_s = min(_wait_s(request), self._limits.wait_max_s)
         raw = await self._served.latest(store, known, wait_s=wait_s)
@@ -151,6 +159,14 @@ class WeightServer:
         headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache"}
         if raw == known:
             return web.Response(status=304, headers=headers)
+        if NEWS_TYPE in request.headers.get("Accept", ""):
+            with suppress(Pressure), self._transfer(request[TENANT]):
+                if (news := await news_of(self._served, store, raw)) is not None:
+                    response = web.StreamResponse(headers=headers)
+                    response.content_type, response.content_length = NEWS_TYPE, len(news)
+                    await response.prepare(request)
+                    await self._send(request, response, store, news)
+                    return response
         return web.Response(body=raw, headers=headers, content_type="text/plain")
 
     @Route(
@@ -224,7 +240,8 @@ class WeightServer:
             # An unreadable file is still answered with an error status.
             head = await file.read(first) if first.size_bytes else b""
             await response.prepare(request)
-            await self._send(request, response, store, file, head, ByteSpan(first.stop, span.stop))
+            rest = map(file.read, ByteSpan(first.stop, span.stop).pieces(_PIECE_BYTES))
+            await self._send(request, response, store, head, rest)
         return response
 
     async def _send(
@@ -232,17 +249,15 @@ class WeightServer:
         request: web.Request,
         response: web.StreamResponse,
         store: str,
-        file: ServedFile,
         head: bytes | bytearray,
-        rest: ByteSpan,
+        rest: Iterable[Awaitable[bytes | bytearray]] = (),
     ) -> None:
-        """Send the rest of a file. Aborts the connection if the file cannot be read; the reader
-        retries."""
+        """Send a body. Aborts the connection if the rest cannot be read; the reader retries."""
         outcome = "broken"
         try:
             await self._write(response, store, head)
-            for piece in rest.pieces(_PIECE_BYTES):
-                await self._write(response, store, await file.read(piece))
+            for piece in rest:
+                await self._write(response, store, await piece)
             outcome = "done"
         except (RoseMuxError, OSError, TimeoutError):
             if request.transport is not None:

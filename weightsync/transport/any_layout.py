@@ -27,11 +27,8 @@ from weightsync.transport.foreign_layouts import (
     pointed,
     stamped,
 )
-from weightsync.transport.source import StoreSource, watched
+from weightsync.transport.source import StoreSource
 
-_POLL_S = 0.2
-_REMOTE_POLL_S = 1.0
-"""Object stores charge by request."""
 _MAX_POINTER_BYTES = 1024
 _BASE = VersionRef(Kind.WEIGHT, WeightVersion(0)).directory
 
@@ -74,8 +71,7 @@ class AnyLayoutSource(StoreSource):
             found = self._source.latest(known, wait_s=wait_s)
             if found is not None or self._layout(again=True) is None:
                 return found
-        poll_s = _POLL_S if self.streams == 1 else _REMOTE_POLL_S
-        return watched(self, known, wait_s=wait_s, poll_s=poll_s)
+        return super().latest(known, wait_s=wait_s)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         layout = self._layout(again=path == LATEST_FILE)

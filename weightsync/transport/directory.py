@@ -7,9 +7,7 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from weightsync.layout.durable import open_plain, read_plain
-from weightsync.transport.source import StoreSource, no_store, watched
-
-_POLL_S = 0.1
+from weightsync.transport.source import StoreSource, no_store
 
 
 def local_path(given: Path | str) -> Path:
@@ -55,9 +53,6 @@ class DirectorySource(StoreSource):
         with self._found(path) as there:
             found = there.stat()
         return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
-
-    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         with self._found(path) as found:

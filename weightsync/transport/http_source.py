@@ -23,7 +23,16 @@ from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.ranges import ByteSpan, answered_span, range_header
 from weightsync.transport.source import StoreSource
-from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreVersions, latest_etag
+from weightsync.transport.wire import (
+    MAX_LISTING_BYTES,
+    MAX_NEWS_BYTES,
+    NEWS_TYPE,
+    News,
+    StoreList,
+    StoreVersions,
+    index_etag,
+    latest_etag,
+)
 
 T = TypeVar("T")
 _RECEIVE_BYTES = 256 << 10
@@ -31,6 +40,9 @@ _ERROR_BYTES = 2048
 _MAX_RETRY_AFTER_S = 60.0
 _REMEMBERED = 32
 _REMEMBERED_BYTES = 4 << 20
+_NO_NEWS = News(b"", StoreVersions(()), {})
+_NEWS_S = 5.0
+"""Time for which news are believed, as if a slow reader had asked for everything at once."""
 _HELD_BACK_S = 1.0
 """A server that holds a question back does so for longer; ours for up to 30 s."""
 _POLL_S = 0.2
@@ -58,6 +70,10 @@ class HttpSource(StoreSource):
         self._doubted: set[str] = set()
         self._remembered: dict[str, tuple[str, bytes]] = {}
         """Entity tag and bytes of the small files that were read last."""
+        self._known: bytes | None = None
+        """LATEST as it was read last."""
+        self._news, self._news_until_s = _NO_NEWS, 0.0
+        """Their rest: each file is read once."""
 
     def __str__(self) -> str:
         return self._url
@@ -84,9 +100,30 @@ class HttpSource(StoreSource):
         return self._composes
 
     def directories(self) -> frozenset[str]:
-        listing = self._listed(StoreVersions)
+        return self._seen(self._listed(StoreVersions))
+
+    def _seen(self, listing: StoreVersions) -> frozenset[str]:
         self._composes = listing.composes
         return frozenset(listing.directories)
+
+    def newest(self, expected: bytes) -> tuple[bytes | None, frozenset[str]]:
+        latest = expected if self._recent().latest == expected else self._latest(self._known, 0.0)
+        news = self._recent()
+        if news.latest != latest:
+            return latest, self.directories()
+        return latest, self._seen(news.versions)
+
+    def _recent(self) -> News:
+        return self._news if self._clock.now() < self._news_until_s else _NO_NEWS
+
+    def _from_news(self, path: str, *, until: int | None = None) -> bytes | None:
+        """A file of the news, which forget it once it is read until its end."""
+        with self._lock:
+            files = self._recent().files
+            found = files.get(path)
+            if found is not None and until == len(found):
+                del files[path]
+            return found
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         until_s = self._clock.now() + wait_s
@@ -100,7 +137,12 @@ class HttpSource(StoreSource):
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        return self._persist(lambda _: self._small(f"/{path}", limit_bytes))
+        brought = self._from_news(path)
+        if brought is None or len(brought) > limit_bytes:
+            return self._persist(lambda _: self._small(f"/{path}", limit_bytes))
+        self._remember(f"/{path}", index_etag(brought), brought)
+        self._from_news(path, until=len(brought))
+        return brought
 
     def size_bytes(self, path: str) -> int:
         def attempt(_: Backoff) -> int:
@@ -108,14 +150,15 @@ class HttpSource(StoreSource):
                 answer.read()
                 return _length(answer)
 
-        return self._persist(attempt)
+        brought = self._from_news(path)
+        return self._persist(attempt) if brought is None else len(brought)
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        at = 0
+        at, stop = 0, start + len(into)
 
         def attempt(backoff: Backoff) -> None:
             nonlocal at
-            requested = ByteSpan(start + at, start + len(into))
+            requested = ByteSpan(start + at, stop)
             with self._answer("GET", f"/{path}", {"Range": range_header(requested)}) as answer:
                 _check_range(answer, requested, what=f"{self._url}/{path}")
                 what = f"{self._url}/{path}"
@@ -123,19 +166,26 @@ class HttpSource(StoreSource):
                     into[at : at + len(piece)] = piece
                     at += len(piece)
 
-        if len(into):
+        brought = self._from_news(path, until=stop)
+        if brought is not None and stop <= len(brought):
+            into[:] = brought[start:stop]
+        elif len(into):
             self._persist(attempt)
 
     def doubt(self, path: str) -> None:
         with self._lock:
             self._doubted.add(f"/{path}")
             self._remembered.clear()
+            self._news = _NO_NEWS
 
     def close(self) -> None:
         self._connections.close()
 
     def _latest(self, known: bytes | None, wait_s: float) -> bytes | None:
-        headers = {} if known is None else {"If-None-Match": latest_etag(known)}
+        headers = {}
+        if known is not None:
+            # Only then, and once for all readers of a relay, who wait for one answer.
+            headers = {"If-None-Match": latest_etag(known), "Accept": f"{NEWS_TYPE}, text/plain"}
         if wait_s > 0:
             headers["Prefer"] = f"wait={wait_s:.3f}"
 
@@ -144,12 +194,26 @@ class HttpSource(StoreSource):
                 if answer.status == 304:
                     answer.read()
                     return known
+                if answer.headers.get_content_type() == NEWS_TYPE:
+                    return self._read_news(answer)
                 return self._body(answer, MAX_LATEST_BYTES, what=LATEST_FILE)
 
         try:
-            return self._persist(attempt)
+            self._known = self._persist(attempt)
         except FileNotFoundError:
-            return None
+            self._known = None
+        return self._known
+
+    def _read_news(self, answer: HTTPResponse) -> bytes:
+        """LATEST in the news, which are kept for a while."""
+        raw = self._body(answer, MAX_NEWS_BYTES + MAX_LISTING_BYTES, what=NEWS_TYPE)
+        try:
+            news = msgspec.msgpack.decode(raw, type=News)
+        except UNDECODABLE as error:
+            raise PeerProtocolError(f"{self._url} sends news that cannot be read") from error
+        with self._lock:
+            self._news, self._news_until_s = news, self._clock.now() + _NEWS_S
+        return news.latest
 
     def _listed(self, kind: type[T]) -> T:
         try:

@@ -15,7 +15,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.platform.backoff import Backoff, Interrupted, RetryLimits
 from weightsync.transport.ranges import ByteSpan
-from weightsync.transport.source import StoreSource, watched
+from weightsync.transport.source import StoreSource
 
 T = TypeVar("T")
 
@@ -26,8 +26,6 @@ _PIECE_BYTES = 4 << 20
 _DELETES_AT_ONCE = 8
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime")
 """Keys of fsspec's implementations."""
-_POLL_S = 1.0
-"""Object stores charge by request."""
 
 
 class ObjectStore(StoreSource):
@@ -52,9 +50,6 @@ class ObjectStore(StoreSource):
         prefix = self._full(directory).rstrip("/")
         found = self._ask(lambda _: self._fs.ls(prefix, detail=False))
         return frozenset(str(path).rstrip("/").rpartition("/")[2] for path in found)
-
-    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         size = self.size_bytes(path)

@@ -18,6 +18,10 @@ from harvester.contracts.errors import ConfigError
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.ranges import ByteSpan
 
+_POLL_S = 0.1
+_REMOTE_POLL_S = 1.0
+"""Object stores charge by request."""
+
 
 class StoreSource(Protocol):
     """One store. Thread-safe.
@@ -51,6 +55,15 @@ class StoreSource(Protocol):
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         """The LATEST file, None without one; waits up to `wait_s` for another than `known`."""
+        clock, poll_s = MonotonicClock(), _POLL_S if self.streams == 1 else _REMOTE_POLL_S
+        until_s = clock.now() + wait_s
+        while (found := _latest(self)) == known and (left_s := until_s - clock.now()) > 0:
+            time.sleep(min(poll_s, left_s))
+        return found
+
+    def newest(self, expected: bytes) -> tuple[bytes | None, frozenset[str]]:  # noqa: ARG002
+        """LATEST and `directories`; those of a moment ago suffice if LATEST was `expected` then."""
+        return self.latest(), self.directories()
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         """A whole file; raises Corrupt if it is over the limit."""
@@ -121,17 +134,6 @@ def each_span(
             pass
     finally:
         streams.shutdown(cancel_futures=True)
-
-
-def watched(
-    source: StoreSource, known: bytes | None, *, wait_s: float, poll_s: float
-) -> bytes | None:
-    """`latest` of a source without notifications: reads again every `poll_s`."""
-    clock = MonotonicClock()
-    until_s = clock.now() + wait_s
-    while (found := _latest(source)) == known and (left_s := until_s - clock.now()) > 0:
-        time.sleep(min(poll_s, left_s))
-    return found
 
 
 def _latest(source: StoreSource) -> bytes | None:

@@ -1,9 +1,12 @@
-"""A weight server's messages besides files: small JSON records, and the entity tags."""
+"""A weight server's messages besides files: small records, and the entity tags."""
 
 import msgspec
 import xxhash
 
 MAX_LISTING_BYTES = 4 << 20
+MAX_NEWS_BYTES = 2 << 20
+"""Bound on the files in one `News`."""
+NEWS_TYPE = "application/vnd.rosemux.news"
 
 
 class StoreList(msgspec.Struct, frozen=True):
@@ -18,6 +21,15 @@ class StoreVersions(msgspec.Struct, frozen=True, omit_defaults=True):
     directories: tuple[str, ...]
     composes: bool = False
     """Whether a skip delta that is not among them may be asked for."""
+
+
+class News(msgspec.Struct, frozen=True):
+    """LATEST for a reader that accepts NEWS_TYPE, as msgpack: with what it would ask for next."""
+
+    latest: bytes
+    versions: StoreVersions
+    files: dict[str, bytes]
+    """Every file of the newest version, by its path in the store."""
 
 
 def index_etag(raw: bytes) -> str:
