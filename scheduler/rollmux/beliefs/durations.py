@@ -112,7 +112,7 @@ class PhaseEstimate:
             return prior_s, prior_spread_s
         if drift_s := self.drift_s:
             return self._drifted(drift_s)
-        precision = self.weight / (self.cv * self.seen_s) ** 2
+        precision = self.weight / (sqrt(self._cv2(drift_s)) * self.seen_s) ** 2
         prior_precision = 1.0 / prior_spread_s**2 if self.count < self.memory else 0.0
         mean_s = (precision * self.seen_s + prior_precision * prior_s) / (
             precision + prior_precision

@@ -75,6 +75,8 @@ class PermitUpdates:
 
     def take(self) -> tuple[ClusterEffect, ...]:
         """The effects of the decision; the next one begins."""
+        if not self._effects and not self._arrived:
+            return ()
         found = tuple(sorted(self._effects, key=self._order))
         self._effects, self._removed, self._arrived = [], set(), set()
         return found

@@ -96,7 +96,7 @@ def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int) -> 
 
 @compiled
 def runs(stage: int) -> bool:
-    return stage in (BULK, TAIL_HELD, TAIL_MOVED, TRAINING, SYNCING)
+    return stage not in (WAITS_ROLLOUT, WAITS_TRAINING)
 
 
 @compiled
@@ -122,16 +122,19 @@ def bit_count(mask: int) -> int:
 
 
 @compiled
-def _load(nodes: Records, required: int, job: int, warm_s: float) -> float:
-    """Puts the job's state on its nodes; returns the seconds until it is loaded."""
-    longest_s = 0.0
+def _load(nodes: Records, required: int, job: int, now_s: float, warm_s: float) -> float:
+    """Puts the job's state on its nodes; returns the seconds until tails that are being moved have
+    left them, and it is loaded."""
+    left_s = loaded_s = 0.0
     for bit in range(FORECAST_NODES_MAX):
         if required >> bit == 0:
             break
-        if (required >> bit) & 1 and nodes["loaded"][bit] != job:
-            longest_s = max(longest_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
-            nodes["loaded"][bit] = job
-    return longest_s
+        if (required >> bit) & 1:
+            left_s = max(left_s, nodes["left_at_s"][bit] - now_s)
+            if nodes["loaded"][bit] != job:
+                loaded_s = max(loaded_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
+                nodes["loaded"][bit] = job
+    return left_s + loaded_s
 
 
 @compiled
@@ -155,6 +158,8 @@ def _move_tails(
         permits[BUSY] &= ~jobs["rollout_nodes"][k]
         permits[TAILS] |= jobs["rollout_nodes"][k]
         for bit in range(FORECAST_NODES_MAX):
+            if jobs["rollout_nodes"][k] >> bit == 0:
+                break
             if (jobs["rollout_nodes"][k] >> bit) & 1:
                 nodes["left_at_s"][bit] = now_s + rules.migrate_s
         at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k])
@@ -162,15 +167,11 @@ def _move_tails(
 
 
 @compiled
-def _left_s(nodes: Records, required: int, now_s: float) -> float:
-    """Seconds until tails that are being moved have left the nodes."""
-    longest_s = 0.0
-    for bit in range(FORECAST_NODES_MAX):
-        if required >> bit == 0:
-            break
-        if (required >> bit) & 1:
-            longest_s = max(longest_s, nodes["left_at_s"][bit] - now_s)
-    return longest_s
+def _iteration(jobs: Records, k: int) -> int:
+    """Row of job k's present iteration."""
+    done, length = jobs["done"][k], jobs["length"][k]
+    # A division costs as much as a look at all jobs, and few runs need it.
+    return int(jobs["offset"][k] + (done if done < length else done % length))
 
 
 @compiled
@@ -185,7 +186,7 @@ def start(
     log: Records,
     at: int,
 ) -> int:
-    length_s = lengths_s[jobs["offset"][j] + jobs["done"][j] % jobs["length"][j]]
+    length_s = lengths_s[_iteration(jobs, j)]
     jobs["worked_s"][j] = 0.0
     if jobs["stage"][j] == WAITS_ROLLOUT:
         at = _move_tails(jobs, nodes, permits, j, now_s, rules, log, at)
@@ -199,8 +200,7 @@ def start(
         jobs["left_s"][j] = length_s[1]
         kind = TRAINING_STARTED
     permits[BUSY] |= required
-    loaded_s = _load(nodes, required, jobs["id"][j], rules.warm_s)
-    jobs["overhead_s"][j] = _left_s(nodes, required, now_s) + loaded_s
+    jobs["overhead_s"][j] = _load(nodes, required, jobs["id"][j], now_s, rules.warm_s)
     return note(log, at, now_s, kind, jobs["id"][j], required)
 
 
@@ -218,9 +218,8 @@ def finish(
     length."""
     stage, job = jobs["stage"][k], jobs["id"][k]
     if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
-        length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]
         jobs["stage"][k] = TAIL_HELD
-        jobs["left_s"][k] = length_s * (1.0 - jobs["bulk_ratio"][k])
+        jobs["left_s"][k] = lengths_s[_iteration(jobs, k), 0] * (1.0 - jobs["bulk_ratio"][k])
         return at
     jobs["solo_s"][k] += jobs["worked_s"][k]
     jobs["waits_since_s"][k] = now_s

@@ -62,12 +62,7 @@ class Roster:
         self, members: Sequence[int], rollout: Sequence[int], training: Sequence[int]
     ) -> "Roster":
         """Some of the jobs, each on the nodes of its masks; either pool's are numbered from 0."""
-        chosen = np.array(members)
-        first = max(rollout).bit_length()
-        masks = np.array((rollout, training))
-        jobs = np.empty(len(chosen), dtype=JOB)
-        _host(self.jobs, chosen, masks, first, jobs)
-        return Roster(jobs, self.beliefs[chosen])
+        return Roster(*_hosted(self.jobs, self.beliefs, np.array((members, rollout, training))))
 
     @property
     def slos(self) -> Records:
@@ -75,12 +70,19 @@ class Roster:
 
 
 @compiled
-def _host(jobs: Records, chosen: Records, masks: Records, first: int, hosted: Records) -> None:
-    for at in range(chosen.size):
-        hosted[at] = jobs[chosen[at]]
+def _hosted(jobs: Records, beliefs: Records, hosting: Records) -> tuple[Records, Records]:
+    members, rollout, training = hosting[0], hosting[1], hosting[2]
+    hosted, believed = jobs[: members.size].copy(), beliefs[: members.size].copy()
+    first, most = 0, rollout.max()
+    while most >> first:
+        first += 1
+    for at, one in enumerate(members):
+        hosted[at] = jobs[one]
+        believed[at] = beliefs[one]
         hosted["id"][at] = at
-        hosted["rollout_nodes"][at] = masks[0, at]
-        hosted["training_nodes"][at] = masks[1, at] << first
+        hosted["rollout_nodes"][at] = rollout[at]
+        hosted["training_nodes"][at] = training[at] << first
+    return hosted, believed
 
 
 def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:

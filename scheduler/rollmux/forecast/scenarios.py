@@ -166,7 +166,7 @@ def least_bound(seen: Records, scenarios: int, quantile: float) -> float:
 
 
 @compiled
-def _shares(jobs: Records, k: int) -> bool:
+def shares_nodes(jobs: Records, k: int) -> bool:
     """Whether another job is on one of job k's nodes."""
     for j in range(jobs.size):
         rollout = jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
@@ -196,7 +196,7 @@ def keeps(
     count, scenarios = template.size, horizon.scenarios
     slos = np.maximum(template["slo"], 1.0)
     for k in range(count):
-        if template["slo"][k] < 1.0 and _shares(template, k):
+        if template["slo"][k] < 1.0 and shares_nodes(template, k):
             return False
     found = np.zeros((scenarios, count))
     warm_up, cycles = short_run.warm_up, short_run.cycles

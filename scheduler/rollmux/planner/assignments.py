@@ -8,7 +8,7 @@ both wait and fewer nodes are saved. Durations do not matter here.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -37,6 +37,13 @@ def assignments(widths: Widths) -> tuple[Masks, ...]:
     return tuple(sorted(grow(()), key=lambda masks: (node_count(masks), masks)))
 
 
+# Asked for every part of every search. The masks are of a few jobs or of a hosting's few nodes.
+@lru_cache(maxsize=4096)
+def numbers(mask: int) -> tuple[int, ...]:
+    """The jobs or nodes of a mask."""
+    return tuple(number for number in range(mask.bit_length()) if mask >> number & 1)
+
+
 def node_count(masks: Masks) -> int:
     return max(masks, default=0).bit_length()
 
@@ -58,7 +65,11 @@ def without(masks: Masks, at: int) -> Masks:
 
 def sharing(masks: Sequence[int]) -> int:
     """Pairs of members that share nodes, as a mask in the order of `combinations`."""
-    return sum(1 << at for at, (a, b) in enumerate(combinations(masks, 2)) if a & b)
+    found = 0
+    for at, (a, b) in enumerate(combinations(masks, 2)):
+        if a & b:
+            found |= 1 << at
+    return found
 
 
 def _whole(mask: int, other: int) -> bool:
@@ -149,17 +160,20 @@ def affordable(
     linked: Records,
     inside: Records,
     refused: tuple[int, int, int],
+    present: tuple[int, int, int],
     per_node: tuple[float, float],
     between: tuple[float, float],
-) -> tuple[Records, Records, Records]:
-    """Prices, and indices in both tables, of fitting assignments to one group that are not refused.
+) -> tuple[Records, Records, Records, Records]:
+    """Prices, indices in both tables, and pairs that share as now, of fitting assignments to one
+    group that are not refused.
 
     `inside` maps a mask of members to a mask of candidates. `refused`: pairs that may not share
-    nodes of both pools, of the first only, and of the second only.
+    nodes of both pools, of the first only, and of the second only. `present`: pairs in one group
+    now, and those that share nodes of either pool.
     """
     rows, columns = _fitting(left, inside), _fitting(right, inside)
     prices = np.empty(rows.size * columns.size)
-    at = np.empty((2, prices.size), dtype=np.int64)
+    at = np.empty((3, prices.size), dtype=np.int64)
     count = 0
     for row in rows:
         rollout = left[2][row]
@@ -173,8 +187,9 @@ def affordable(
             if ~rollout & training & refused[2]:
                 continue
             prices[count], at[0, count], at[1, count] = price, row, column
+            at[2, count] = present[0] & ~(rollout ^ present[1]) & ~(training ^ present[2])
             count += 1
-    return prices[:count], at[0, :count], at[1, :count]
+    return prices[:count], at[0, :count], at[1, :count], at[2, :count]
 
 
 @compiled

@@ -22,6 +22,7 @@ from scheduler.rollmux.planner.assignments import (
     Masks,
     affordable,
     connected,
+    numbers,
     sharing,
     table,
 )
@@ -147,17 +148,16 @@ class CheapestHosting:
         versions = tuple(candidates[one].version for one in members)
         left = table(tuple(candidates[one].rollout_nodes for one in members))
         right = table(tuple(candidates[one].training_nodes for one in members))
-        prices, rows, columns = affordable(
+        prices, rows, columns, alike = affordable(
             (left.nodes, left.residents, left.sharing, fits[0]),
             (right.nodes, right.residents, right.sharing, fits[1]),
             connected(left.widths, right.widths),
             _inside(members),
             self.verdicts.refused_pairs(versions) if len(members) > 2 else (0, 0, 0),
+            present_sharing(candidates, members),
             self._prices,
             (least - _CENT, below - _CENT),
         )
-        home, rollout, training = present_sharing(candidates, members)
-        alike = home & ~(left.sharing[rows] ^ rollout) & ~(right.sharing[columns] ^ training)
         order = np.lexsort((-_largest(len(members))[alike], prices))
         return (
             (price, left.choices[row], right.choices[column])
@@ -240,9 +240,8 @@ class _Search:
         least = float(self.bounds.one_group[part])
         if part.bit_count() > self.by.group_jobs or least > at_most + _CENT:
             return None
-        members = tuple(at for at in range(len(self.candidates)) if part >> at & 1)
         between = (least, at_most + 2 * _CENT)
-        return self.by.together(self.candidates, members, between, self.fits, self.admits)
+        return self.by.together(self.candidates, numbers(part), between, self.fits, self.admits)
 
     def _homes(self, hosting: Hosting, homes: int) -> list[tuple[int, int]]:
         """Present groups, of `homes`, on whose nodes the hosting may go on, and how many members

@@ -51,6 +51,12 @@ class GroupState:
     def by_pool(self) -> tuple[tuple[Pool, list[NodeId]], ...]:
         return (Pool.ROLLOUT, self.rollout), (Pool.TRAINING, self.training)
 
+    def beside(self, placement: Placement) -> tuple[JobId, ...]:
+        """The other jobs that have one of the placement's nodes."""
+        nodes = set(placement.nodes)
+        others = ((job, one) for job, one in self.pinned.items() if job != placement.job)
+        return tuple(job for job, one in others if not nodes.isdisjoint(one.nodes))
+
     def masks(self, placement: Placement) -> tuple[int, int]:
         """Bits of a placement's nodes: rollout from 0, training after them."""
         rollout = training = 0
@@ -162,10 +168,8 @@ class GroupTable:
 
     def beside(self, placement: Placement, group: GroupId) -> tuple[JobId, ...]:
         """Other jobs of the group that are pinned to nodes of the placement."""
-        there, nodes = self.groups.get(group), set(placement.nodes)
-        pinned = {} if there is None else there.pinned
-        found = (job for job, other in pinned.items() if nodes.intersection(other.nodes))
-        return tuple(sorted(job for job in found if job != placement.job))
+        there = self.groups.get(group)
+        return () if there is None else tuple(sorted(there.beside(placement)))
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs still resident on the node but pinned elsewhere."""

@@ -138,12 +138,13 @@ class Packer:
         node_s = belief.rollout_s * self.judge.tail(facts).node_ratio
         return node_s / slowest_s, belief.training_s / slowest_s
 
-    def best(self, job: JobId, *, without: Iterable[GroupState] = ()) -> Opening | None:
+    def best(self, job: JobId, *, without: Iterable[GroupState] = ()) -> Opening:
         """The cheapest admissible opening, in no group of `without`.
 
         Looks at the `tries` fullest groups of each kind, regardless of the supply of nodes.
         """
-        return self._best(job, without, within_supply=False)
+        found = self._in_groups(job, without, within_supply=False)
+        return found or self.isolated(job)
 
     def best_within_supply(
         self, job: JobId, *, without: Iterable[GroupState] = ()
@@ -152,9 +153,9 @@ class Packer:
         # The index may be older than the latest beliefs about its jobs.
         for group in self.table.groups.values():
             self.refresh(group)
-        return self._best(job, without, within_supply=True)
+        return self._in_groups(job, without, within_supply=True)
 
-    def _best(
+    def _in_groups(
         self, job: JobId, without: Iterable[GroupState], *, within_supply: bool
     ) -> Opening | None:
         facts = self.facts[job]
@@ -162,8 +163,6 @@ class Packer:
         excluded = {group.group for group in without}
         tries = None if within_supply else self.limits.tries
         for kind, pools in self._kinds(facts):
-            if kind is OpeningKind.NEW_GROUP:
-                return None if within_supply else self.isolated(job)
             groups = self.index.candidates(shares, host_bytes, pools=pools, most=tries)
             tried = islice(
                 (
@@ -199,15 +198,15 @@ class Packer:
         )
 
     def _kinds(self, facts: JobFacts) -> list[tuple[OpeningKind, tuple[Pool, ...]]]:
-        """Kinds of openings, the cheapest first, with the pools that they need room in."""
+        """Kinds of openings in a group, the cheapest first, and the pools where they need room."""
         rollout, training = facts.rollout_nodes, facts.training_nodes
         price = self.table.price_of
         kinds: list[tuple[float, OpeningKind, tuple[Pool, ...]]] = [
             (0.0, OpeningKind.DIRECT, (Pool.ROLLOUT, Pool.TRAINING)),
             (price(rollout, 0), OpeningKind.ROLLOUT_SCALING, (Pool.TRAINING,)),
-            (price(rollout, training), OpeningKind.NEW_GROUP, ()),
         ]
-        if self.limits.training_scaling:
+        # Beside rollout nodes free of charge a new group costs no more.
+        if self.limits.training_scaling and price(rollout, 0) > 0.0:
             kinds.append((price(0, training), OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,)))
         return [(kind, pools) for _, kind, pools in sorted(kinds, key=lambda one: one[0])]
 

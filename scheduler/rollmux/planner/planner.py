@@ -111,7 +111,7 @@ class GroupPlanner:
     def choose(self, job: JobId) -> Opening:
         """The opening for an arrival; the table is unchanged. Raises Exhausted if nodes are
         lacking."""
-        opening = self.packer.best(job) or self.packer.isolated(job)
+        opening = self.packer.best(job)
         if self.table.is_supplied(opening.placement):
             return opening
         within = self.packer.best_within_supply(job)

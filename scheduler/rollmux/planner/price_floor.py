@@ -13,7 +13,7 @@ import numpy as np
 
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records, compiled
-from scheduler.rollmux.planner.assignments import Masks
+from scheduler.rollmux.planner.assignments import Masks, numbers
 from scheduler.rollmux.planner.cheapest_hosting import (
     Bounds,
     CheapestHosting,
@@ -39,10 +39,6 @@ class _Doubt:
     settled: bool = False
     """Whether the assignment keeps every SLO, or no assignment is left."""
 
-    def next(self) -> None:
-        self.price, self.rollout, self.training = next(self.rest, (_NONE, (), ()))
-        self.settled = not self.rollout
-
 
 @dataclass(slots=True)
 class PriceFloor:
@@ -60,23 +56,23 @@ class PriceFloor:
         names: list[tuple[int, ...]] = [()]
         for one in candidates:
             names += [(*fewer, one.version) for fewer in names]
-        least = self._least(candidates, names)
+        least, work = self._least(candidates, names)
         parts = np.zeros(len(candidates), dtype=np.int64)
         prices = np.zeros(len(least))
         while True:
             price, count = _cheapest_partition(least, prices, parts)
             if price > at_most + _ROUNDING:
                 return None
-            in_doubt = [mask for mask in parts[:count].tolist() if not self._settled(names[mask])]
+            in_doubt = [
+                mask
+                for mask in parts[:count].tolist()
+                if not ((doubt := self._doubts.get(names[mask])) and doubt.settled)
+            ]
             if not in_doubt:
                 return Bounds(least, prices, float(price))
-            # The largest is the likeliest to fail.
-            mask = max(in_doubt, key=int.bit_count)
+            # The fullest is the likeliest to fail. Nodes may be free of charge.
+            mask = max(in_doubt, key=lambda mask: work[mask] / max(least[mask], _ROUNDING))
             least[mask] = self._looked_at(candidates, mask, names[mask], fits, admits)
-
-    def _settled(self, versions: tuple[int, ...]) -> bool:
-        doubt = self._doubts.get(versions)
-        return doubt is not None and doubt.settled
 
     def _looked_at(
         self,
@@ -88,28 +84,28 @@ class PriceFloor:
     ) -> float:
         """Lower bound of the set's price, after one forecast of its cheapest assignment without a
         verdict."""
-        members = tuple(at for at in range(len(candidates)) if mask >> at & 1)
+        members, verdicts = numbers(mask), self.search.verdicts
         doubt = self._doubts.get(versions)
         if doubt is None:
             priced = self.search.priced(candidates, members, (0.0, _NONE), fits)
             doubt = self._doubts[versions] = _Doubt(priced)
-            doubt.next()
-        elif self.search.verdicts.admitted(
-            versions, Hosting(members, doubt.rollout, doubt.training), admits
-        ):
+        elif verdicts.admitted(versions, Hosting(members, doubt.rollout, doubt.training), admits):
             doubt.settled = True
-        else:
-            doubt.next()
-        while doubt.rollout and self.search.verdicts.refused(
-            versions, Hosting(members, doubt.rollout, doubt.training)
-        ):
-            doubt.next()
-        return doubt.price
+            return doubt.price
+        for price, rollout, training in doubt.rest:
+            if not verdicts.refused(versions, rollout, training):
+                doubt.price, doubt.rollout, doubt.training = price, rollout, training
+                return price
+        doubt.price, doubt.settled = _NONE, True
+        return _NONE
 
-    def _least(self, candidates: list[SearchedJob], names: list[tuple[int, ...]]) -> Records:
-        """`[candidates as a mask]`: lower bound of their price in one group."""
+    def _least(
+        self, candidates: list[SearchedJob], names: list[tuple[int, ...]]
+    ) -> tuple[Records, Records]:
+        """`[candidates as a mask]`: lower bound of their price in one group, and the price of the
+        node time that they cannot do without."""
         chosen = bits(len(candidates))
-        least = np.zeros(len(chosen))
+        least, work = np.zeros(len(chosen)), np.zeros(len(chosen))
         for pool in (Pool.ROLLOUT, Pool.TRAINING):
             kind = self.search.types[pool]
             if pool is Pool.ROLLOUT:
@@ -119,14 +115,16 @@ class PriceFloor:
                 widths = np.array([one.training_nodes for one in candidates])
                 shares = np.array([one.training_share for one in candidates])
             sizes = np.array([one.host_bytes for one in candidates]) / kind.host_bytes
-            needed = np.maximum(chosen @ (shares * widths), chosen @ (sizes * widths))
+            time = chosen @ (shares * widths)
+            needed = np.maximum(time, chosen @ (sizes * widths))
             nodes = np.maximum(np.ceil(needed - _ROUNDING), (chosen * widths).max(axis=1))
             least += nodes * kind.price_per_hour
+            work += time * kind.price_per_hour
         least[chosen.sum(axis=1) > self.search.group_jobs] = _NONE
         for mask, versions in enumerate(names):
             if doubt := self._doubts.get(versions):
                 least[mask] = max(least[mask], doubt.price)
-        return least
+        return least, work
 
 
 @compiled

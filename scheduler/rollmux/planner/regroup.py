@@ -12,7 +12,7 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
-from scheduler.rollmux.planner.assignments import node_count
+from scheduler.rollmux.planner.assignments import node_count, numbers
 from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
@@ -269,7 +269,7 @@ class Regrouping:
             if placement is None:
                 continue
             nodes = placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes
-            for number, node in product(_numbers(mask), nodes):
+            for number, node in product(numbers(mask), nodes):
                 votes[number, node] = votes.get((number, node), 0) + 1
         chosen: dict[int, NodeId] = {}
         for (number, node), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
@@ -281,9 +281,5 @@ class Regrouping:
         return chosen
 
 
-def _numbers(mask: int) -> list[int]:
-    return [number for number in range(mask.bit_length()) if mask >> number & 1]
-
-
 def _taken(nodes: dict[int, NodeId], mask: int) -> tuple[NodeId, ...]:
-    return tuple(nodes[number] for number in _numbers(mask))
+    return tuple(nodes[number] for number in numbers(mask))

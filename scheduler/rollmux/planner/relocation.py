@@ -5,9 +5,9 @@ moving job is resident at both ends, so a move that memory cannot carry is never
 credit does not cover a move is moved only away from a job that may share no node, if none can pay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, starmap
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Node, Placement
@@ -15,7 +15,7 @@ from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.forecast.scenarios import ROUNDING
+from scheduler.rollmux.forecast.scenarios import ROUNDING, shares_nodes
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer
 
@@ -99,32 +99,22 @@ class Relocation:
 
     def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
         """Jobs on the job's nodes although it may share none; empty if it may share."""
-        if self._packer.slo_now(self._facts(job)) >= 1.0:
-            return ()
-        nodes = set(group.pinned[job].nodes)
-        return tuple(
-            other
-            for other, placement in group.pinned.items()
-            if other != job and not nodes.isdisjoint(placement.nodes)
-        )
+        alone = self._packer.slo_now(self._facts(job)) < 1.0
+        return group.beside(group.pinned[job]) if alone else ()
 
     def relocate(
         self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
         """Moves all of the jobs, the heaviest first, or no job; None if one finds no opening."""
-        table, packer = self._table, self._packer
-        homes = self._leave_home(jobs)
-        moves: list[Move] = []
-        for job in sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job]))):
-            opening = packer.best(job, without=without)
-            if opening is not None and not table.is_supplied(opening.placement):
-                opening = packer.best_within_supply(job, without=without)
-            if opening is None:
-                self.take_back(moves)
-                self._return_home(homes)
-                return None
-            moves.append(self._enter(opening))
-        return moves
+        packer = self._packer
+
+        def opening(job: JobId) -> Opening | None:
+            found = packer.best(job, without=without)
+            supplied = self._table.is_supplied(found.placement)
+            return found if supplied else packer.best_within_supply(job, without=without)
+
+        heaviest_first = sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job])))
+        return self._move(jobs, map(opening, heaviest_first))
 
     def take_back(self, moves: Sequence[Move]) -> None:
         for move in reversed(moves):
@@ -169,38 +159,36 @@ class Relocation:
         """Moves jobs to given nodes, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
         table = self._table
-        homes = self._leave_home([one.job for _, one in targets])
-        moves: list[Move] = []
-        for group, placement in targets:
+
+        def opening(group: GroupState, placement: Placement) -> Opening | None:
             fits = table.planned.has_room(placement, self._bytes(placement.job))
             if not fits or not table.is_supplied(placement):
-                self.take_back(moves)
-                self._return_home(homes)
-                return []
-            opening = Opening(kind=kind, group=group, placement=placement, delta_per_hour=0.0)
-            moves.append(self._enter(opening))
-        return moves
+                return None
+            return Opening(kind=kind, group=group, placement=placement, delta_per_hour=0.0)
 
-    def _leave_home(self, jobs: Sequence[JobId]) -> list[tuple[JobId, GroupState]]:
-        """Unpins the jobs, which stay resident; returns their groups."""
+        return self._move([one.job for _, one in targets], starmap(opening, targets)) or []
+
+    def _move(self, jobs: Sequence[JobId], openings: Iterable[Opening | None]) -> list[Move] | None:
+        """Moves the jobs, each opening found after the moves before; None takes all back."""
         homes = [(job, self._table.groups[self._table.home[job]]) for job in jobs]
         for job, home in homes:
             self._table.unpin(job, self._bytes(job), stays_resident=True)
             self._packer.refresh(home)
-        return homes
-
-    def _enter(self, opening: Opening) -> Move:
-        job, before = opening.placement.job, self._table.committed_per_hour
-        up = self._table.pin(opening.placement, opening.group, self._bytes(job))
-        self._packer.refresh(opening.group)
-        added = self._table.committed_per_hour - before
-        return Move(job=job, opening=replace(opening, delta_per_hour=added), up=up)
-
-    def _return_home(self, homes: Sequence[tuple[JobId, GroupState]]) -> None:
-        for job, home in homes:
-            if job not in self._table.home:
-                self._table.placed(job, self._bytes(job))
-                self._packer.refresh(home)
+        moves: list[Move] = []
+        for opening in openings:
+            if opening is None:
+                self.take_back(moves)
+                for job, home in homes:
+                    if job not in self._table.home:
+                        self._table.placed(job, self._bytes(job))
+                        self._packer.refresh(home)
+                return None
+            job, before = opening.placement.job, self._table.committed_per_hour
+            up = self._table.pin(opening.placement, opening.group, self._bytes(job))
+            self._packer.refresh(opening.group)
+            added = self._table.committed_per_hour - before
+            moves.append(Move(job=job, opening=replace(opening, delta_per_hour=added), up=up))
+        return moves
 
 
 def together(move: Move, moves: Sequence[Move]) -> str:
@@ -216,18 +204,13 @@ def endangered(jobs: Sequence[JobFacts], roster: Roster, judge: Judge, *, now: f
     """
     limits, bounds = roster.slos.tolist(), judge.bounds(roster).tolist()
     alone = [limit < 1.0 for limit in limits]
-    why = [_crowded(jobs[at], now) for at in range(len(jobs)) if alone[at] and _shares(roster, at)]
+    crowded = [at for at, one in enumerate(alone) if one and shares_nodes(roster.jobs, at)]
+    why = [_crowded(jobs[at], now) for at in crowded]
     over = {at: bounds[at] - max(1.0, limits[at]) for at in range(len(jobs)) if not alone[at]}
     # A short look at the means may have rejected a roster that the whole forecast finds close.
     least = ROUNDING if why else min(ROUNDING, max(over.values()) - ROUNDING)
     why += [_slowed(jobs[at], limits[at], bounds[at]) for at in over if over[at] > least]
     return "; ".join(why)
-
-
-def _shares(roster: Roster, at: int) -> bool:
-    """Whether another job is on one of the job's nodes."""
-    nodes = roster.jobs["rollout_nodes"] | roster.jobs["training_nodes"]
-    return any(nodes[at] & other for number, other in enumerate(nodes) if number != at)
 
 
 def _crowded(facts: JobFacts, now: float) -> str:

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
-from scheduler.rollmux.planner.assignments import Masks, without
+from scheduler.rollmux.planner.assignments import Masks, sharing, without
 
 Versions = tuple[int, ...]
 """Per member, the version of the planner's belief about it."""
@@ -48,15 +48,12 @@ class VerdictCache:
         self._found.clear()
         self._refused.clear()
 
-    def refused(self, versions: Versions, hosting: Hosting) -> bool:
+    def refused(self, versions: Versions, rollout: Masks, training: Masks) -> bool:
         """Whether the hosting, or one with fewer of its members, is known to break an SLO."""
-        key = (versions, (hosting.rollout, hosting.training))
+        key = (versions, (rollout, training))
         known = self._found.get(key)
-        if known is None:
-            for part in _parts(*key):
-                if self._found.get(part) is False:
-                    known = self._found[key] = False
-                    break
+        if known is None and any(self._found.get(part) is False for _, part in _parts(*key)):
+            known = self._found[key] = False
         return known is False
 
     def admitted(self, versions: Versions, hosting: Hosting, admits: Admits) -> bool:
@@ -83,12 +80,17 @@ class VerdictCache:
         return known
 
     def _parts_admitted(self, key: VerdictKey, members: tuple[int, ...], admits: Admits) -> bool:
-        parts = tuple(_parts(*key))
-        found = [self._found.get(part) for part in parts]
-        # A hosting that is known to fail spares the forecasts of all others.
-        return False not in found and all(
-            known or self.admitted(versions, Hosting(others, *nodes), admits)
-            for known, others, (versions, nodes) in zip(found, _less(members), parts, strict=False)
+        unknown = []
+        for at, part in _parts(*key):
+            known = self._found.get(part)
+            # A hosting that is known to fail spares the forecasts of all others.
+            if known is False:
+                return False
+            if known is None:
+                unknown.append((_less(members)[at], part))
+        return all(
+            self.admitted(versions, Hosting(others, *nodes), admits)
+            for others, (versions, nodes) in unknown
         )
 
     def refused_pairs(self, versions: Versions) -> tuple[int, int, int]:
@@ -110,9 +112,12 @@ def _relation(rollout: Masks, training: Masks) -> int:
     return 2 if training[0] & training[1] else _APART
 
 
-def _parts(versions: Versions, nodes: Nodes) -> Iterable[VerdictKey]:
-    """The hostings without one of the members; empty for two, since a job alone always fits."""
-    return zip(_less(versions), _nodes_less(*nodes), strict=True) if len(versions) > 2 else ()
+def _parts(versions: Versions, nodes: Nodes) -> Iterable[tuple[int, VerdictKey]]:
+    """Members, and the hosting without each; empty for two, since a job alone always fits."""
+    if len(versions) < 3:
+        return ()
+    less = _less(versions)
+    return ((at, (less[at], rest)) for at, rest in _nodes_less(*nodes))
 
 
 @lru_cache(maxsize=4096)
@@ -122,5 +127,7 @@ def _less(whole: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def _nodes_less(rollout: Masks, training: Masks) -> tuple[Nodes, ...]:
-    return tuple((without(rollout, at), without(training, at)) for at in range(len(rollout)))
+def _nodes_less(rollout: Masks, training: Masks) -> tuple[tuple[int, Nodes], ...]:
+    """The nodes without each member; first where most pairs share some: the likeliest to fail."""
+    less = [(at, (without(rollout, at), without(training, at))) for at in range(len(rollout))]
+    return tuple(sorted(less, key=lambda one: -sum(sharing(side).bit_count() for side in one[1])))

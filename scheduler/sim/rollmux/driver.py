@@ -124,7 +124,7 @@ class Driver:
         if self._runtime.cluster.layout_changed:
             self._update_nodes()
         # A job whose node failed is off its other nodes before another one loads there.
-        for effect in sorted(effects, key=lambda effect: not _evicts(effect)):
+        for effect in sorted(effects, key=_stays) if len(effects) > 1 else effects:
             self._carry_out(effect)
         return effects
 
@@ -344,5 +344,5 @@ class Driver:
         self.ledger.phase(self._now, kind, worker, parts, **fields)
 
 
-def _evicts(effect: RuntimeEffect) -> bool:
-    return isinstance(effect, EndPermit) and effect.ended is PermitEndReason.LEFT
+def _stays(effect: RuntimeEffect) -> bool:
+    return not (isinstance(effect, EndPermit) and effect.ended is PermitEndReason.LEFT)

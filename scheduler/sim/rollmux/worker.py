@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
 from typing import Final
 
-from harvester.contracts.ids import Epoch, JobId, NodeId
+from harvester.contracts.ids import Epoch, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
 from scheduler.rollmux.permits.completion import RATIOS
@@ -29,7 +29,7 @@ class WorkerStage(StrEnum):
 
 class Worker:
     def __init__(self, one: SimulatedJob, world: World) -> None:
-        self.one = one
+        self.one, self.job = one, one.job.job
         self.stage = WorkerStage.BETWEEN
         self.iteration = 0
         self.kinds: tuple[PhaseKind, ...] = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
@@ -62,10 +62,6 @@ class Worker:
         tail = best_shape(one.curve, accelerators=nodes * ROLLOUT_ACCELERATORS)
         self._bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
         self._milestones = tuple(_milestones(one))
-
-    @property
-    def job(self) -> JobId:
-        return self.one.job.job
 
     @property
     def is_over(self) -> bool:
