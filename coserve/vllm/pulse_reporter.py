@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,10 @@ BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
 _REFIT_BEATS = 10
 _CPU_INFO = Path("/proc/cpuinfo")
-_REMOTE_CONNECTORS = ("Nixl", "Mooncake", "MoRIIO", "P2pNccl")
-"""Beginnings of the names of vLLM's connectors over which KV arrives from another engine."""
+_LOCAL_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "HiSparseConnector")
+"""vLLM's connectors that load KV from this host only. LMCache's may have a server elsewhere."""
+_LOCAL_OFFLOADING = "CPUOffloadingSpec"
+"""vLLM's default; tiers (`TieringOffloadingSpec`) may be object stores or other engines."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,23 +109,33 @@ def unfit_deployment(vllm_config: Any) -> str:
             f"{parallel.data_parallel_size_local}: all wait for each; harvest replicas whose ranks "
             "one API server of one node has"
         )
-    for connector, role in _connectors(vllm_config.kv_transfer_config):
-        remote = connector.startswith(_REMOTE_CONNECTORS) and role == "kv_both"
-        if role == "kv_consumer" or remote:
-            return (
-                f"its requests wait for KV of another engine ({connector}, {role}); harvest "
-                "prefill engines (kv_producer), or engines that take no KV from others"
-            )
+    transfer = vllm_config.kv_transfer_config
+    for connector, role in () if transfer is None else _remote_connectors(vars(transfer)):
+        return (
+            f"its requests may wait for KV of another machine ({connector}, {role}); harvest "
+            "prefill engines (kv_producer), engines that offload KV to their own host "
+            "(OffloadingConnector, SimpleCPUOffloadConnector), or engines without a connector"
+        )
     return ""
 
 
-def _connectors(transfer: Any) -> Iterator[tuple[str, str]]:
-    """Name and role of each connector; a MultiConnector's own are in its extra configuration."""
-    if transfer is None or transfer.kv_connector is None:
+def _remote_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and role of each connector that is not known to load KV from this host only; a
+    MultiConnector's own are in its extra configuration."""
+    name, role = transfer.get("kv_connector"), transfer.get("kv_role", "")
+    extra = transfer.get("kv_connector_extra_config") or {}
+    # A class of the operator's own may have the name of one of vLLM's.
+    own_class = transfer.get("kv_connector_module_path")
+    if name == "MultiConnector" and not own_class:
+        for each in extra.get("connectors", ()):
+            yield from _remote_connectors({"kv_role": role, **each})
         return
-    yield transfer.kv_connector, transfer.kv_role
-    for each in transfer.kv_connector_extra_config.get("connectors", ()):
-        yield each.get("kv_connector", ""), each.get("kv_role", transfer.kv_role)
+    if name == "OffloadingConnector":
+        spec = extra.get("spec_name", _LOCAL_OFFLOADING)
+        name = name if spec == _LOCAL_OFFLOADING else f"{name} with {spec}"
+    local = role == "kv_producer" or (name in _LOCAL_CONNECTORS and not own_class)
+    if name is not None and (role == "kv_consumer" or not local):
+        yield name, role
 
 
 def shape_line(vllm_config: Any) -> str:

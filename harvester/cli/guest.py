@@ -25,7 +25,7 @@ from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.audit_command import printable
-from harvester.cli.guest_checks import Check, checks, isolation_note, refuse_bad, supported_vllm
+from harvester.cli.guest_checks import Check, checks, outlook, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
@@ -71,8 +71,8 @@ def guest(
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
-    seen = isolation_note(planned.isolation, pages) if dry_run else ""
-    for note in filter(None, (seen, *_notes(chosen, planned, pages))):
+    seen = outlook(planned.isolation, chosen.policy, pages) if dry_run else ()
+    for note in (*seen, *_notes(chosen, planned, pages)):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
         _print_command(command, planned)

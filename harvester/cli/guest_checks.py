@@ -1,6 +1,7 @@
 """Checks before a guest spends minutes on its start, each reported in one line."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,15 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from coserve.guest import isolation
 from coserve.guest.isolation import Isolation
 from coserve.guest.isolation_watch import IsolationWatch
+from coserve.law.lending import lending
+from coserve.law.step_time import StepTimeModel
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
 from harvester.contracts.isolation import PREEMPTING
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.page import GrantMode, Guest, PageDirectory
 from harvester.contracts.process import process_ids
 from harvester.guest_config import GuestConfig
+from harvester.policy.guest_watch import GuestWatch
+from harvester.policy.sample import GuestReading
+from harvester.policy.settings import SlotSettings
 
 _IMPORT_S = 300.0
 _CONFIG_BYTES = 1 << 20
@@ -54,11 +62,26 @@ def supported_vllm() -> Capabilities:
         raise ConfigError(f"{error} ({sys.executable} would run the guest)") from error
 
 
-def isolation_note(chosen: Isolation, pages: PageDirectory) -> str:
-    """Whether the isolation would hold beside production for a guest that starts from here: a
-    process without work takes the guest's place and ends. "" for one that no kernel can show."""
+def outlook(chosen: Isolation, settings: SlotSettings, pages: PageDirectory) -> tuple[str, ...]:
+    """Sentences on a guest that would start from here: whether its isolation holds beside
+    production, and what the slack law then lends it."""
+    fault = _isolation_fault(chosen, pages) if chosen.backend in PREEMPTING else ""
+    lends = (
+        "until it has learned its own step times, the guest is lent "
+        f"{_lending(chosen, fault, settings, pages)}"
+    )
     if chosen.backend not in PREEMPTING:
-        return ""
+        return (lends,)
+    here = f"isolation {chosen.backend} of a guest that starts from here"
+    holds = f"DOES NOT HOLD, its steps count whole: {fault}" if fault else "holds"
+    return f"{here} {holds}", lends
+
+
+def _isolation_fault(chosen: Isolation, pages: PageDirectory) -> str:
+    """Why the isolation would not hold: a process without work takes the guest's place and
+    ends."""
+    # Its log line would precede the note with the same words, and without a heading.
+    logging.getLogger(IsolationWatch.__module__).addHandler(logging.NullHandler())
     waits = [sys.executable, "-c", "input()"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as probe:
         processes = process_ids([probe.pid])
@@ -70,8 +93,37 @@ def isolation_note(chosen: Isolation, pages: PageDirectory) -> str:
         except (OSError, Unsupported) as error:
             fault = str(error)
     isolation.clear()
-    here = f"isolation {chosen.backend} of a guest that starts from here"
-    return f"{here} DOES NOT HOLD, its steps count whole: {fault}" if fault else f"{here} holds"
+    return fault
+
+
+def _lending(chosen: Isolation, fault: str, settings: SlotSettings, pages: PageDirectory) -> str:
+    """The slack law's loan under these settings, by production's pages and the agent's grant."""
+    seen = pages.grant_reader().read().record
+    names = () if seen is None else seen.pulses
+    pulses = [pages.pulse_reader(name).read().record for name in names]
+    present = [pulse for pulse in pulses if pulse is not None]
+    if seen is None or not present or len(present) < len(pulses):
+        return "what production's pulse and the agent's grant permit: they are not there yet"
+    reading = GuestReading(
+        record=Guest(
+            isolation=chosen.backend, blocking_ratio=chosen.blocking_ratio, isolation_fault=fault
+        )
+    )
+    watch = GuestWatch(settings)
+    watch.observe(reading, leased=False, now=0.0)
+    grant = msgspec.structs.replace(
+        seen,
+        mode=GrantMode.UNGATED if settings.ungated else GrantMode.OPEN,
+        law=settings.law,
+        ttft_slo_s=settings.ttft_slo_s,
+        epsilon=settings.epsilon,
+        phantom_prompt_tokens=settings.phantom_prompt_tokens,
+        step_tokens_cap=settings.step_tokens_max,
+        blocking_ratio=watch.blocking_ratio(settings.blocking_ratio, reading, now=0.0),
+        preemption_s=watch.preemption_s(settings.preemption_s),
+    )
+    lent = lending(present, grant, StepTimeModel(), token_limit=settings.step_tokens_max)
+    return lent.summary or "what its law admits, without a bound that could be stated"
 
 
 def _checked(what: str, look: Callable[[], str]) -> Check:

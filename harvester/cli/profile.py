@@ -23,7 +23,7 @@ _WIDTH = 160
 
 
 def profile(
-    pages: Annotated[Path, typer.Option(help="Page directory of one slot.")],
+    pages: Annotated[Path, typer.Option(help="One slot's page directory: /run/rosemux/slot0.")],
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait until they are learned.")
     ] = 60.0,
@@ -57,7 +57,11 @@ def _learned(directory: PageDirectory) -> tuple[dict[str, Pulse], ProductionMode
     """
     names = directory.pulse_names()
     if not names:
-        raise ConfigError(f"no pulse in {directory.path}: start production with its pulse first")
+        below = [each for each in directory.path.glob("*") if PageDirectory(each).pulse_names()]
+        remedy = f"name {' or '.join(map(str, sorted(below)))}" if below else (
+            "start production with its pulse first"
+        )
+        raise ConfigError(f"no pulse in {directory.path}: {remedy}")
     most = ProductionModel()
     pulses = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""`rosemux status`: reads pages and, on request, an agent and a gateway; it changes nothing."""
+"""`rosemux status`: reads pages, asks an agent and, on request, a gateway; it changes nothing."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +18,9 @@ from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.row_table import row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
+from harvester.config import HttpConfig
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -40,6 +41,8 @@ _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageN
 """Every other page is a pulse."""
 _ROOTS = (Path("/run/rosemux"), Path("/dev/shm/rosemux"))
 """The shipped files' one, and the default of `page_root`."""
+_LOCAL_AGENT = f"http://127.0.0.1:{HttpConfig().port}"
+"""The agent to ask if neither an agent nor a gateway is named."""
 
 
 def status(
@@ -47,7 +50,7 @@ def status(
         filter(Path.exists, _ROOTS), _ROOTS[-1]
     ),
     agent_url: Annotated[
-        str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
+        str | None, typer.Option("--agent", help=f"Agent to ask; without --gateway {_LOCAL_AGENT}.")
     ] = None,
     gateway_url: Annotated[
         str | None, typer.Option("--gateway", help="Gateway to ask, e.g. http://127.0.0.1:8300.")
@@ -61,24 +64,35 @@ def status(
     ] = False,
 ) -> None:
     console, faults = row_console(), list[str]()
+    if check and agent_url is None and gateway_url is None:
+        raise ConfigError("--check asks an agent or a gateway: give --agent or --gateway")
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    offers, silence = None, ""
+    if agent_url is None and gateway_url is None:
+        try:
+            offers = call(_LOCAL_AGENT, "/v1/slots", SlotOffers, credentials, option="agent")
+        except Exhausted as error:
+            silence = str(error)
     try:
         directories = _slot_directories(pages)
     except PermissionError as error:
-        if agent_url is None and gateway_url is None:
+        if silence:
             raise
         directories = []
         console.print(printable(f"Pages are not shown: {error.filename}: {error.strerror}"))
-    if not directories and agent_url is None and gateway_url is None:
+    if not directories and silence:
         raise ConfigError(
-            f"no pages under {pages}: start `rosemux agent`, or give --pages or --gateway"
+            f"no pages under {pages}, and {silence}: start `rosemux agent`, or give --pages, "
+            "--agent or --gateway"
         )
-    if check and agent_url is None and gateway_url is None:
-        raise ConfigError("--check asks an agent or a gateway: give --agent or --gateway")
     if directories:
         console.print(_page_table(directories))
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    if silence:
+        unseen = f"Leases, guards and budgets are not shown: {silence}; name the agent by --agent"
+        console.print(printable(f"{unseen}, and give the credentials that it asks for"))
     if agent_url is not None:
         offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
+    if offers is not None:
         for table in agent_tables(offers):
             console.print(table, "", sep="\n")
         for sentence in agent_sentences(offers):

@@ -236,6 +236,7 @@ STATISTICS: tuple[Symbol, ...] = (
         "KVTransferConfig.kv_connector",
         "KVTransferConfig.kv_role",
         "KVTransferConfig.kv_connector_extra_config",
+        "KVTransferConfig.kv_connector_module_path",
         "ParallelConfig.tensor_parallel_size",
         "ParallelConfig.pipeline_parallel_size",
         "ModelConfig.architecture",

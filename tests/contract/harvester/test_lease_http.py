@@ -361,6 +361,33 @@ async def test_status_is_shown_by_tls_and_a_token(
     assert (ended.value.code, "slot0" in capsys.readouterr().out) == (0, True)
 
 
+async def test_status_alone_asks_the_agent_of_this_machine_which_guard_binds(
+    node: NodeAgent,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def shown() -> str:
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(main, ["status", "--pages", str(tmp_path / "pages")])
+        assert ended.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    tokens = TokenFile(token_file(tmp_path, "token", "s" * 32))
+    for secret, says in (
+        (None, "Guards slot guard value limit slot0 slack_law 0 0"),
+        (tokens, "guards and budgets are not shown: agent http://127.0.0.1:"),
+    ):
+        async with serving(application(node, tokens=secret)) as runner:
+            url = await listen(runner, "127.0.0.1", 0, remedy="")
+            monkeypatch.setattr("harvester.cli.status._LOCAL_AGENT", url)
+            assert says in await shown()
+    silent = await shown()
+    assert "slot0 grant" in silent, "the pages are shown all the same"
+    assert "gives no answer" in silent
+    assert "name the agent by --agent" in silent
+
+
 async def test_status_shows_a_certificate_to_an_agent_that_asks_for_one(
     node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

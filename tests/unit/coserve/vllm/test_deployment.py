@@ -24,8 +24,29 @@ def config(transfer: Any = None, *, experts: bool = False, **parallel: Any) -> A
     )
 
 
-def transfer(connector: str | None, role: str | None, **extra: Any) -> Any:
-    return SimpleNamespace(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
+def transfer(
+    connector: str | None, role: str | None, *, module: str | None = None, **extra: Any
+) -> Any:
+    return SimpleNamespace(
+        kv_connector=connector,
+        kv_role=role,
+        kv_connector_module_path=module,
+        kv_connector_extra_config=extra,
+    )
+
+
+def several(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A MultiConnector's entry in the list of another."""
+    extra = {"connectors": connectors}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+LOCAL = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +60,11 @@ def transfer(connector: str | None, role: str | None, **extra: Any) -> Any:
         config(transfer(None, None)),
         config(transfer("NixlConnector", "kv_producer")),
         config(transfer("OffloadingConnector", "kv_both")),
-        config(transfer("LMCacheConnectorV1", "kv_both")),
+        config(transfer("OffloadingConnector", "kv_both", spec_name="CPUOffloadingSpec")),
+        config(transfer("SimpleCPUOffloadConnector", "kv_both", kv_offload_backend="disk")),
+        config(transfer("HiSparseConnector", "kv_both", host_pool_gib=64)),
+        config(transfer("LMCacheConnectorV1", "kv_producer")),
+        config(transfer("MultiConnector", "kv_both", connectors=[LOCAL, several(LOCAL)])),
     ],
 )
 def test_engines_of_one_machine_that_make_their_own_kv_fit(fitting: Any) -> None:
@@ -58,16 +83,32 @@ WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
         (config(data_parallel_backend="ray", data_parallel_size=2), "Ray", "mp"),
         (config(experts=True, **WIDE), "over 16 ranks", "one API server"),
         (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
+        (config(transfer("OffloadingConnector", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("NixlPullConnector", "kv_both")), "NixlPullConnector", "kv_producer"),
+        (config(transfer("LMCacheConnectorV1", "kv_both")), "LMCacheConnectorV1", "own host"),
+        (config(transfer("LMCacheMPConnector", "kv_both")), "LMCacheMPConnector", "own host"),
+        (config(transfer("HouseConnector", "kv_both", module="house.kv")), "House", "own host"),
+        (
+            config(transfer("OffloadingConnector", "kv_both", module="house.kv")),
+            "OffloadingConnector",
+            "own host",
+        ),
+        (
+            config(transfer("OffloadingConnector", "kv_both", spec_name="TieringOffloadingSpec")),
+            "TieringOffloadingSpec",
+            "own host",
+        ),
+        (
+            config(transfer("MultiConnector", "kv_both", connectors=[LOCAL, several(LMCACHE)])),
+            "LMCacheConnectorV1",
+            "own host",
+        ),
         (
             config(
                 transfer(
                     "MultiConnector",
                     "kv_both",
-                    connectors=[
-                        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-                        {"kv_connector": "MooncakeConnector"},
-                    ],
+                    connectors=[LOCAL, {"kv_connector": "MooncakeConnector"}],
                 )
             ),
             "MooncakeConnector",

@@ -17,7 +17,7 @@ from coserve.vllm.capabilities import installed_vllm_version
 from harvester.agent.guest_engine import GuestEngine
 from harvester.cli import main
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, PageDirectory, Pulse
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, Pulse
 from harvester.contracts.process import process_ids
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
@@ -387,6 +387,42 @@ def test_a_dry_run_looks_whether_the_isolation_holds_beside_production(
             code, shown = said(config, capsys)
             production.kill()
         assert (code, text in shown) == (0, True), shown
+    command = [sys.executable, "-m", "harvester.cli", "guest", "--config", str(config), "--dry-run"]
+    once = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "DOES NOT HOLD" in once.stdout
+    assert once.stderr == "", "the log does not say it a second time"
+
+
+def test_a_dry_run_states_what_the_law_lends_by_the_isolation_and_the_prompts_on_the_pages(
+    write: Write, driver: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver("GPU-1, Default\\n")
+    config, pages = write(), PageDirectory(tmp_path / "pages/slot0")
+    unknown = "what production's pulse and the agent's grant permit: they are not there yet"
+    assert f"the guest is lent {unknown}" in said(config, capsys)[1]
+    for_an_hour_ns = 3_600_000_000_000
+    model = ProductionModel(
+        prefill_base_s=0.008, prefill_s_per_token=8e-5, decode_base_s=9e-3, decode_s_per_request=0.0
+    )
+    grant = Grant(epoch=1, mode=GrantMode.CLOSED, pulses=("pulse.production.0",), production=model)
+    pages.grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
+    assert f"the guest is lent {unknown}" in said(config, capsys)[1], "no pulse yet"
+    prompts = Pulse(prompt_tokens_quantiles=(1000,) * 10, prompt_tokens_p99=1000)
+    pulses = pages.pulse_writer("production", 0)
+    pulses.write(prompts, now_ns=monotonic_ns(), ttl_ns=for_an_hour_ns)
+    text = config.read_text()
+    config.write_text(text.replace("blocking_ratio: 0.2", "blocking_ratio: auto"))
+    code, shown = said(config, capsys)
+    assert code == 0
+    assert "until it has learned its own step times, the guest is lent steps of at most" in shown
+    assert "% of production's idle time" in shown
+    tight = text.replace("blocking_ratio: 0.2", "ttft_slo_s: 0.02, epsilon: 0.01")
+    config.write_text(tight)
+    shown = said(config, capsys)[1]
+    assert "is lent nothing: the guest's shortest step takes 30" in shown
+    assert "raise ttft_slo_s" in shown
+    config.write_text(text.replace("blocking_ratio: 0.2", "law: rose"))
+    assert "is lent what its law admits" in said(config, capsys)[1]
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"architectures": []}', "\x00"])

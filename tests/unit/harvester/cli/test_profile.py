@@ -50,6 +50,20 @@ def test_the_printed_profile_is_a_slot_s_policy_with_the_upper_times(
     assert given.shapes == (SHAPE,)
 
 
+def test_the_directory_of_all_slots_is_answered_with_the_slots_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pulse(tmp_path / "slot1", 0, ONE)
+    pulse(tmp_path / "slot0", 0, ONE)
+    PageDirectory.create(tmp_path / "silent")
+    (tmp_path / "notes.txt").touch()
+    assert profiled(tmp_path) == 2
+    shown = capsys.readouterr().err
+    assert shown.rstrip().endswith(f": name {tmp_path}/slot0 or {tmp_path}/slot1")
+    assert profiled(tmp_path / "silent") == 2
+    assert "start production with its pulse first" in capsys.readouterr().err
+
+
 def test_says_how_well_the_times_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pulse(tmp_path, 0, ONE)
     assert profiled(tmp_path) == 0
