@@ -21,13 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir
-from numba import config
+from llvmlite import ir
 from numba.core import types
 
 from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, generated, inlined
-from weightsync.elements.kernels import APPLIED_BYTES, pass_tile
+from weightsync.elements.kernels import pass_tile
 from weightsync.elements.lanes import (
     LANES,
     U64,
@@ -40,12 +39,14 @@ from weightsync.elements.lanes import (
     width_of,
     word_at,
 )
+from weightsync.elements.picked import has_feature
 from weightsync.elements.xxh3 import Accumulators
 
 CLASSES = 8
 _COLUMNS = np.uint64(CLASSES)
 _ROWS = 16
-"""Groups of lanes in APPLIED_BYTES, at most."""
+"""Groups of lanes that are counted, then changed and hashed: a power of two."""
+_TILE = _ROWS * LANES
 PADDING_BYTES = 16
 """Bytes after the codes, so that every read of one is within bounds."""
 MOST_LOW_BITS = 31
@@ -138,13 +139,7 @@ def _counted_lane(mask: np.uint64, number: np.uint64) -> np.uint64:
     return lane
 
 
-def _has_pdep() -> bool:
-    if config.CPU_FEATURES is not None:
-        return "+bmi2" in config.CPU_FEATURES.split(",")
-    return bool(binding.get_host_cpu_features().get("bmi2", False))
-
-
-_nth_lane = _picked_lane if _has_pdep() else _counted_lane
+_nth_lane = _picked_lane if has_feature("bmi2") else _counted_lane
 
 
 @inlined
@@ -189,29 +184,29 @@ def apply_classes(
     masks = np.empty(_ROWS * CLASSES, np.uint64)
     passed = np.zeros((_ROWS + 1) * CLASSES, np.uint64)
     width, last = width_of(bits), np.zeros(LANES, bits.dtype)
-    for start in range(0, bits.size, APPLIED_BYTES // width):
-        stop = min(bits.size, start + APPLIED_BYTES // width)
-        rows = (stop - start) // LANES
-        for row in range(rows):
-            put_classes(bits, start + LANES * row, _ALL, bounds, row, masks, passed)
-        if start + LANES * rows < stop:
-            held = _copy_last(bits, start + LANES * rows, last)
-            put_classes(last, 0, held, bounds, rows, masks, passed)
-            rows += 1
+    for start in range(0, bits.size, _TILE):
+        stop = min(bits.size, start + _TILE)
+        for row in range(_ROWS):
+            group = start + LANES * row
+            if group + LANES <= stop:
+                put_classes(bits, group, _ALL, bounds, row, masks, passed)
+            else:
+                put_classes(last, 0, _copy_last(bits, group, last), bounds, row, masks, passed)
         for c in range(CLASSES):
-            if left[c] < passed[CLASSES * rows + c]:
+            end = passed[CLASSES * _ROWS + c]
+            if left[c] < end:
                 kept = np.uint64(gap_bits[c]), np.uint64(far_bits[c]), step_key
-                _change(bits, start, codes, kept, c, rows, masks, passed, left, far, bit)
-            left[c] -= passed[CLASSES * rows + c]
+                _change(bits, start, codes, kept, c, end, masks, passed, left, far, bit)
+            left[c] -= end
         pass_tile(data, start * width, stop * width, sums, hashed)
 
 
 @inlined
 def _copy_last(bits: Bits, start: int, last: Bits) -> np.uint64:
-    """Copy fewer elements than lanes; returns the lanes that hold them."""
+    """Copy the elements from `start` on, fewer than lanes; returns the lanes that hold them."""
     for i in range(start, bits.size):
         last[i - start] = bits[i]
-    return (_ONE << np.uint64(bits.size - start)) - _ONE
+    return (_ONE << np.uint64(max(0, bits.size - start))) - _ONE
 
 
 @inlined
@@ -221,23 +216,22 @@ def _change(
     codes: Bytes,
     kept: tuple[np.uint64, np.uint64, np.uint64],
     c: int,
-    rows: int,
+    end: np.uint64,
     masks: Words,
     passed: Words,
     left: Words,
     far: Words,
     bit: Words,
 ) -> None:
-    """Make the changes of a class in the rows that begin at `start`."""
-    gap, fars, at, end = left[c], far[c], bit[c], passed[CLASSES * rows + c]
+    """Make the changes of a class in the tile that begins at `start` and has `end` of it."""
+    gap, fars, at = left[c], far[c], bit[c]
     gap_bits, far_bits, step_key = kept
     column = np.uint64(c)
     while gap < end:
-        # Branch-free: rows behind the last are full, and none of them is looked at.
+        # The row, by a search without a branch.
         row, step = _NONE, np.uint64(_ROWS // 2)
         while step:
-            beyond = min(row + step, np.uint64(rows))
-            row += step * np.uint64(passed[_COLUMNS * beyond + column] <= gap)
+            row += step * np.uint64(passed[_COLUMNS * (row + step) + column] <= gap)
             step >>= _ONE
         lane = _nth_lane(masks[_COLUMNS * row + column], gap - passed[_COLUMNS * row + column])
         position = np.uint64(start) + np.uint64(LANES) * row + lane
@@ -284,7 +278,9 @@ def find_changes(
     unchanged elements after the last. A step: bit 0 minus, bits 1 to 8 the key, then the
     magnitude."""
     masks, passed = np.empty(CLASSES, np.uint64), np.zeros(2 * CLASSES, np.uint64)
-    last = np.zeros(LANES, old.dtype)
+    last, width = np.zeros(LANES, old.dtype), width_of(old)
+    full = _ALL >> np.uint64(64 - 8 * width)
+    # Until the end `after` has the elements of each class up to its last change.
     for group in range(0, old.size, LANES):
         changed = _NONE
         if group + LANES <= old.size:
@@ -294,44 +290,23 @@ def find_changes(
             put_classes(last, 0, _copy_last(old, group, last), bounds, 0, masks, passed)
             for i in range(group, old.size):
                 changed |= np.uint64(old[i] != new[i]) << np.uint64(i - group)
-        if changed:
-            _take_changes(old, new, group, changed, masks, passed, gaps, steps, ends, after)
         for c in range(CLASSES):
+            hits = masks[c] & changed
+            while hits:
+                lane = first_lane(hits)
+                hits &= hits - _ONE
+                before = passed[c] + lane_count(masks[c] & ~(_ALL << lane))
+                at, position = ends[c], np.uint64(group) + lane
+                gaps[at], after[c] = before - after[c], before + _ONE
+                value = np.uint64(old[position])
+                step = (np.uint64(new[position]) - value) & full
+                minus = np.uint64(step > (full >> _ONE))
+                step = ((step ^ (_NONE - minus)) + minus) & full
+                steps[at] = (step << np.uint64(9)) | (_key(value, width) << _ONE) | minus
+                ends[c] = at + _ONE
             passed[c] = passed[CLASSES + c]
     for c in range(CLASSES):
         after[c] = passed[c] - after[c]
-
-
-@inlined
-def _take_changes(
-    old: Bits,
-    new: Bits,
-    group: int,
-    changed: np.uint64,
-    masks: Words,
-    passed: Words,
-    gaps: Words,
-    steps: Words,
-    ends: Words,
-    after: Words,
-) -> None:
-    """`after`: elements of each class up to its last change."""
-    width = width_of(old)
-    full = _ALL >> np.uint64(64 - 8 * width)
-    for c in range(CLASSES):
-        hits = masks[c] & changed
-        while hits:
-            lane = first_lane(hits)
-            hits &= hits - _ONE
-            before = passed[c] + lane_count(masks[c] & ~(_ALL << lane))
-            at, position = ends[c], np.uint64(group) + lane
-            gaps[at], after[c] = before - after[c], before + _ONE
-            value = np.uint64(old[position])
-            step = (np.uint64(new[position]) - value) & full
-            minus = np.uint64(step > (full >> _ONE))
-            step = ((step ^ (_NONE - minus)) + minus) & full
-            steps[at] = (step << np.uint64(9)) | (_key(value, width) << _ONE) | minus
-            ends[c] = at + _ONE
 
 
 @inlined

@@ -9,7 +9,7 @@ rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
   planes  width planes of zigzag differences of all elements
   groups  as `sparse`, with entropy-coded gaps (grouped.py)
-  classes see context.py; only as `context`, which takes it where it is smaller
+  classes changes coded by the old elements (context.py); only of `context`
 where a stream is varint packed length, bytes (see stream.py).
 """
 

@@ -37,7 +37,7 @@ _KEYS = 256
 _MOST_ELEMENTS = (1 << 32) - 1
 """A gap takes 32 bits at most."""
 _CLASS_BITS = 32.0
-"""What a class costs at least."""
+"""The least cost of a class."""
 
 
 @dataclass(frozen=True, slots=True)

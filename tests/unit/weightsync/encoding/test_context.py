@@ -35,7 +35,7 @@ def _decoded(payload: bytes, old: Bits) -> ClassesDelta:
 
 
 def _by_numpy(payload: bytes, old: Bits) -> Bits:
-    """What the payload makes of the old elements, one change after another."""
+    """The new elements, one change after another."""
     reader, width = PayloadReader(memoryview(payload)), old.itemsize
     reader.take(3)
     assert reader.number(at_most=old.size) == old.size
