@@ -242,7 +242,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     def _warm_up(self) -> None:
         """Compile for the model's element types while the trainer makes the first change."""
         widths = {spec.width_bytes for spec in self._copy.contents.layout.values()}
-        if widths and self._versions.encoding is Encoding.ROSEMUX:
+        if widths and self._versions.encoding.is_ours:
             self._compiling = self._pool.submit(warm_up, widths)
 
     def _await_compiled(self) -> None:

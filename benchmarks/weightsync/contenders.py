@@ -88,6 +88,7 @@ class XorPlanes:
 
 CONTENDERS: Mapping[str, Contender] = {
     "rosemux": Codec(None),
+    "context": Codec(Encoding.CONTEXT),
     "xor": Codec(Encoding.XOR),
     "xor_planes": XorPlanes(),
     "overwrite": Codec(Encoding.OVERWRITE),

@@ -36,7 +36,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
     for group in range(low_bits.size):
         count = min(GROUP, changes - GROUP * group)
         if _is_short(gaps, gap_byte, count):
-            kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
+            kept = low_bits_for(byte_sum(gaps, gap_byte, _NONE), _WORD)
             for plane in range(np.int64(kept)):
                 put_word(lows, low_byte, plane_of(gaps, gap_byte, np.uint64(plane)))
                 low_byte += _WORD_STEP
@@ -46,7 +46,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
             gap_byte += _WORD
         else:
             gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
-            kept = _low_bits(total, np.uint64(count))
+            kept = low_bits_for(total, np.uint64(count))
             mask = (_ONE << kept) - _ONE
             for i in range(GROUP):
                 group_lows[i] = group_gaps[i] & mask if i < count else _NONE
@@ -86,12 +86,12 @@ def groups_size(gaps: Bytes, changes: int) -> Written:
         count = min(GROUP, changes - GROUP * group)
         bits += np.uint64(count)
         if _is_short(gaps, gap_byte, count):
-            kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
+            kept = low_bits_for(byte_sum(gaps, gap_byte, _NONE), _WORD)
             bits += byte_sum(gaps, gap_byte, kept)
             gap_byte += _WORD
         else:
             gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
-            kept = _low_bits(total, np.uint64(count))
+            kept = low_bits_for(total, np.uint64(count))
             for i in range(count):
                 bits += group_gaps[i] >> kept
         planes += kept
@@ -128,7 +128,7 @@ def _take_gaps(
 
 
 @compiled
-def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
+def low_bits_for(total: np.uint64, count: np.uint64) -> np.uint64:
     """Number of low bits that minimises the size of `count` gaps of sum `total`, for uniform
     changes.
 

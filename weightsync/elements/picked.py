@@ -16,7 +16,6 @@ from weightsync.elements.lanes import LANES, U64, each_lane, joined_planes
 
 IS_KNOWN = binding.llvm_version_info >= (19,)
 """Whether this LLVM has the intrinsic; without it nothing here can be compiled."""
-_FEATURE = "avx512vbmi2"
 _FEW = 16
 """Elements written at once; more lanes of a group are seldom picked."""
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -26,16 +25,14 @@ _POSITION = ir.IntType(32)
 _PICK = "llvm.experimental.vector.compress.v64i8"
 
 
-def _is_quick() -> bool:
-    if not IS_KNOWN:
-        return False
-    # The compilation target of numba, which its settings may narrow.
+def has_feature(name: str) -> bool:
+    """Whether the processor that numba compiles for has it; numba's settings may narrow that."""
     if config.CPU_FEATURES is not None:
-        return f"+{_FEATURE}" in config.CPU_FEATURES.split(",")
-    return bool(binding.get_host_cpu_features().get(_FEATURE, False))
+        return f"+{name}" in config.CPU_FEATURES.split(",")
+    return bool(binding.get_host_cpu_features().get(name, False))
 
 
-IS_QUICK = _is_quick()
+IS_QUICK = IS_KNOWN and has_feature("avx512vbmi2")
 """Whether this processor compresses bytes in one instruction that LLVM supports."""
 
 

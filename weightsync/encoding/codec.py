@@ -9,12 +9,13 @@ rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
   planes  width planes of zigzag differences of all elements
   groups  as `sparse`, with entropy-coded gaps (grouped.py)
+  classes changes coded by the old elements (context.py); only of `context`
 where a stream is varint packed length, bytes (see stream.py).
 """
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -30,6 +31,8 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.elements.compiled import forget_cache, is_cached
+from weightsync.encoding.context import WIDTHS_BYTES as CONTEXT_WIDTHS_BYTES
+from weightsync.encoding.context import classes_payload
 from weightsync.encoding.delta import (
     Delta,
     checked_apply,
@@ -52,6 +55,13 @@ class Encoding(StrEnum):
     XOR = "xor"
     OVERWRITE = "overwrite"
     ROSEMUX = "rosemux"
+    CONTEXT = "context"
+    """`rosemux` in its least size, which takes the whole old tensor to read."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether RoseMux alone reads and writes it."""
+        return self in {Encoding.ROSEMUX, Encoding.CONTEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +178,8 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
             return None
         payload = _encode_sparse(old, streams)
         return Encoded(encoding, payload, streams.changed, streams.digest)
+    if encoding is Encoding.CONTEXT:
+        return _encode_context(old, new)
     changed = kernels.count_changes(old, new)
     if changed == 0:
         return None
@@ -179,6 +191,17 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     return Encoded(encoding, writers[encoding](old, new), changed, state_hash.digest_of(new))
 
 
+def _encode_context(old: Bits, new: Bits) -> Encoded | None:
+    found = encode(old, new)
+    if found is None or found.encoding is not Encoding.ROSEMUX:
+        return found
+    payload: bytes | memoryview
+    payload = classes_payload(old, new) if old.itemsize in CONTEXT_WIDTHS_BYTES else b""
+    if not 0 < len(payload) < len(found.payload):
+        payload = found.payload
+    return replace(found, encoding=Encoding.CONTEXT, payload=payload)
+
+
 def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
     """The checked delta for a tensor of `spec`; raises Corrupt."""
     readers: dict[Encoding, Callable[[memoryview, TensorSpec], Delta]] = {
@@ -186,6 +209,7 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
         Encoding.XOR: decode_xor,
         Encoding.OVERWRITE: decode_overwrite,
         Encoding.ROSEMUX: decode_rosemux,
+        Encoding.CONTEXT: decode_rosemux,
     }
     return readers[encoding](payload, spec)
 
@@ -196,7 +220,7 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
     if encoding is Encoding.DENSE:
         read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
         return
-    if encoding is Encoding.ROSEMUX:
+    if encoding.is_ours:
         reader = PayloadReader(payload)
         if rosemux_layout(reader, spec) == PLANES:
             apply_planes_payload(reader, bits)
@@ -243,6 +267,7 @@ def _warm_up(width_bytes: int) -> None:
         _encode_streams(old, streams),
         grouped_payload(old.size, streams),
         planes_payload(old, new),
+        *([classes_payload(old, new)] if width_bytes in CONTEXT_WIDTHS_BYTES else []),
     ):
         delta = decode(Encoding.ROSEMUX, memoryview(payload), TensorSpec(dtype, old.shape))
         for hashed in (False, True):

@@ -16,6 +16,7 @@ from weightsync.elements import kernels, xxh3
 from weightsync.elements.bits import Bits, Bytes, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.elements.state_hash import digest_from, digest_of
+from weightsync.encoding.context import IN_CLASSES, decode_classes
 from weightsync.encoding.grouped import GROUPS, decode_grouped
 from weightsync.encoding.planes import PLANES
 from weightsync.encoding.sparse import FORMAT, SPARSE
@@ -154,7 +155,7 @@ def decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
 
 def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
     version, layout, width = reader.take(3)
-    if version != FORMAT or layout not in {SPARSE, PLANES, GROUPS}:
+    if version != FORMAT or layout not in {SPARSE, PLANES, GROUPS, IN_CLASSES}:
         raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
     elements = reader.number(at_most=spec.elements)
     if width != spec.width_bytes or elements != spec.elements:
@@ -174,6 +175,8 @@ def decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
     elif layout == GROUPS:
         return decode_grouped(payload.toreadonly(), reader.at, elements, width)
+    elif layout == IN_CLASSES:
+        delta = decode_classes(reader, elements, width)
     else:
         delta = _decode_sparse(reader, elements, width)
     reader.finish()

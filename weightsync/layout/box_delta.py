@@ -11,13 +11,14 @@ from math import prod
 
 import numpy as np
 
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import Corrupt, Unsupported
 from weightsync.elements import box_positions
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
 from weightsync.elements.groups import Positions
 from weightsync.elements.scan import GAP_ESCAPE, write_gaps
 from weightsync.encoding.codec import encode
+from weightsync.encoding.context import ClassesDelta
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -117,6 +118,14 @@ def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> l
     planes = codes.astype("<u8").view(np.uint8).reshape(-1, 8).T[:width].copy()
     planes[:, found.wide_numbers] = found.wide_differences.T
     return [_streams(box, small, found.signs, far, planes) for box in boxes]
+
+
+@box_deltas.register
+def _classes(delta: ClassesDelta, _boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
+    raise Unsupported(
+        f"a change of {delta.elements} elements by their old values cannot be cut: for holders of "
+        "parts of a tensor, publish with encoding=rosemux"
+    )
 
 
 def _streams(

@@ -157,7 +157,9 @@ def _encoded(manifest: Manifest) -> bytes:
         total_size=manifest.section.bytes_dense if manifest.section and not delta else None,
     )
     index = msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.section))
-    is_ours_alone = manifest.delta_encoding is Encoding.ROSEMUX or bool(manifest.slicing.records)
+    is_ours_alone = bool(manifest.delta_encoding and manifest.delta_encoding.is_ours) or bool(
+        manifest.slicing.records
+    )
     if is_ours_alone and len(index) > _PACKED_FROM_BYTES:
         if len(index) > MAX_TABLE_BYTES:
             raise Unsupported(f"an index of {len(index)} bytes; the limit is {MAX_TABLE_BYTES}")
@@ -222,6 +224,6 @@ def _version(value: str | int) -> WeightVersion:
 def _encoding(name: str | None) -> Encoding | None:
     if name is None:
         return None
-    if name not in {Encoding.XOR, Encoding.OVERWRITE, Encoding.ROSEMUX}:
+    if name not in frozenset(Encoding) - {Encoding.DENSE}:
         raise ValueError(f"delta_encoding {name!r} is not known to this reader")
     return Encoding(name)

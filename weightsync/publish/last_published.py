@@ -231,7 +231,7 @@ class LastPublished:
         for shard in shards:
             header = shard_header(shard)
             moving = [entry for entry in header.layout if entry in self._bits]
-            ours = {e: self._specs[e] for e in moving if encodings[e] is Encoding.ROSEMUX}
+            ours = {e: self._specs[e] for e in moving if encodings[e].is_ours}
             plain = plain_deltas(shard, header.offsets, ours)
 
             def move(

@@ -150,7 +150,7 @@ class RankShare:
             draft,
             rank=self._rank,
             limit_bytes=self._work.shard_bytes,
-            may_pack=self._encoding is Encoding.ROSEMUX,
+            may_pack=self._encoding.is_ours,
         )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)

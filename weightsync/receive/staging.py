@@ -14,7 +14,6 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
 from weightsync.elements.batches import spread
 from weightsync.elements.bits import bits_from_bytes
-from weightsync.encoding.codec import Encoding
 from weightsync.encoding.delta import Delta
 from weightsync.encoding.plain import plain_deltas
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
@@ -209,7 +208,7 @@ class Staging:
     ) -> dict[str, list[Delta]]:
         """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by
         entry, one for each held part of it."""
-        ours = {e: delta.spec for e, delta in stored.items() if delta.encoding is Encoding.ROSEMUX}
+        ours = {e: delta.spec for e, delta in stored.items() if delta.encoding.is_ours}
         if not ours or not copy.staged.kept_bytes:
             return {}
         data = copy.staged.read(ByteSpan(0, copy.staged.kept_bytes))

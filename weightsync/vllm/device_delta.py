@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
-from weightsync.elements.bits import Bytes, bytes_of
+from weightsync.elements.bits import Bytes, bits_of, bytes_of
 from weightsync.elements.group_applying import NEAREST_FAR, Gaps
 from weightsync.elements.groups import GROUP, WORD_BYTES
 from weightsync.elements.scan import GAP_ESCAPE
+from weightsync.encoding.context import ClassesDelta
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -225,6 +226,14 @@ def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
         differences[numbers.to(device)] = _differences(elements, wide)
         elements[positions] += differences
         done += positions.numel()
+
+
+@_apply.register
+def _classes(delta: ClassesDelta, elements: torch.Tensor) -> None:
+    # Its codes are read one after another beside the old elements, so these travel.
+    held = elements.cpu()
+    delta.apply(bits_of(held))
+    elements.copy_(held)
 
 
 @_apply.register

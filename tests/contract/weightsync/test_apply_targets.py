@@ -100,7 +100,7 @@ def test_its_bits_are_flat_and_writable(opened: Opened) -> None:
         assert found.flags.aligned
 
 
-@pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE])
+@pytest.mark.parametrize("encoding", [*Encoding][1:])
 def test_tied_tensors_follow_by_deltas(tmp_path: Path, encoding: Encoding) -> None:
     def tied(weight: torch.Tensor) -> State:
         return {"embed": weight, "head": weight, "norm": torch.ones(5)}

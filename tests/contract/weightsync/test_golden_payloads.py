@@ -30,6 +30,12 @@ GOLDEN = {
         "00000000 04000000 0a000000 30020000 31020000 56020000"
         "817f90c17f81"
     ),
+    Encoding.CONTEXT: (
+        "010302 ac02"  # format 1, classes, 2 bytes an element, 300 elements
+        "88 01"  # steps take 136 - 127 low bits, one class
+        "00 05 00 10"  # of all keys; gaps take 5 low bits, fars none; 16 bytes
+        "010d0b1d0428010000fc000100580a00"
+    ),
     Encoding.ROSEMUX: (
         "010002"  # format 1, sparse, 2 bytes an element
         "ac02 03 02 04 03"  # 300 elements, 3 small, 2 far, 4 and 3 gap bytes

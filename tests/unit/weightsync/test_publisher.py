@@ -576,7 +576,7 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        (VersionSettings, {"encoding": "foo"}, "encoding 'foo': use rosemux, xor or overwrite"),
+        (VersionSettings, {"encoding": "foo"}, "encoding 'foo': use rosemux, context"),
         (VersionSettings, {"encoding": []}, r"encoding \[\]: use rosemux"),
         (ExchangeSettings, {"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
         (ExchangeSettings, {"rank_timeout_s": -1.0}, "rank_timeout_s -1"),

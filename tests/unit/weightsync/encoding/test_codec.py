@@ -76,8 +76,9 @@ def test_every_encoding_restores_every_bit(encoding: Encoding, pair: tuple[Bits,
     old, new = pair
     encoded = encode_as(encoding, old, new)
     if encoded is not None:
-        assert encoded.encoding is encoding
-        assert (_through(encoding, encoded.payload, old) == new).all()
+        # `context` takes the new tensor where that is smallest.
+        assert encoded.encoding is encoding or encoding is Encoding.CONTEXT
+        assert (_through(encoded.encoding, encoded.payload, old) == new).all()
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -89,7 +90,7 @@ def test_an_apply_returns_the_hash_of_the_state_after_it(
     old, new = pair
     encoded = encode_as(encoding, old, new)
     if encoded is not None:
-        delta = decode(encoding, memoryview(encoded.payload), _spec(old))
+        delta = decode(encoded.encoding, memoryview(encoded.payload), _spec(old))
         assert checked_apply(delta, old.copy(), hashed=True) == digest_of(new)
         torn = old.copy()
         torn[-1] ^= 1
@@ -128,7 +129,7 @@ def test_nan_payloads_and_signed_zeros_survive() -> None:
     for encoding in ENCODINGS:
         encoded = encode_as(encoding, old, new)
         assert encoded is not None
-        assert (_through(encoding, encoded.payload, old) == new).all()
+        assert (_through(encoded.encoding, encoded.payload, old) == new).all()
 
 
 @pytest.mark.parametrize("density", [0.0005, 0.01, 0.05, 0.3, 0.5, 0.9])
@@ -139,7 +140,7 @@ def test_no_other_encoding_is_smaller_than_the_chosen_one(density: float) -> Non
     new = old + (random.random(old.size) < density).astype(np.uint16)
     chosen = encode(old, new)
     assert chosen is not None
-    for encoding in ENCODINGS:
+    for encoding in set(ENCODINGS) - {Encoding.CONTEXT}:
         other = encode_as(encoding, old, new)
         assert other is not None
         assert len(chosen.payload) <= len(other.payload)
@@ -168,7 +169,7 @@ def test_the_smallest_wins_in_large_tensors_that_change_a_lot(density: float) ->
     assert chosen.changed == np.count_nonzero(old != new)
     assert chosen.digest == digest_of(new)
     assert (_through(chosen.encoding, chosen.payload, old) == new).all()
-    for encoding in ENCODINGS:
+    for encoding in set(ENCODINGS) - {Encoding.CONTEXT}:
         other = encode_as(encoding, old, new)
         assert other is not None
         assert len(chosen.payload) <= len(other.payload)
@@ -219,7 +220,7 @@ def test_truncated_and_lengthened_payloads_are_corrupt(encoding: Encoding) -> No
     assert encoded is not None
     for payload in (encoded.payload[:-1], encoded.payload + b"x", b""):
         with pytest.raises(Corrupt):
-            decode(encoding, memoryview(payload), _spec(old))
+            decode(encoded.encoding, memoryview(payload), _spec(old))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -230,7 +231,7 @@ def test_a_payload_for_a_larger_tensor_is_corrupt(encoding: Encoding) -> None:
     encoded = encode_as(encoding, old, new)
     assert encoded is not None
     with pytest.raises(Corrupt):
-        decode(encoding, memoryview(encoded.payload), TensorSpec("BF16", (3000,)))
+        decode(encoded.encoding, memoryview(encoded.payload), TensorSpec("BF16", (3000,)))
 
 
 def test_a_delta_refuses_a_tensor_of_another_size() -> None:

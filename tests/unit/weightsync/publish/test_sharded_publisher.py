@@ -111,7 +111,7 @@ def _published(done: list[Published | BaseException]) -> Published:
     return done[0]
 
 
-@pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE])
+@pytest.mark.parametrize("encoding", [*Encoding][1:])
 def test_every_version_of_slices_is_the_whole_model(
     tmp_path: Path, states: tuple[State, ...], same: Same, encoding: Encoding
 ) -> None:

@@ -72,7 +72,7 @@ def test_every_encoding_gives_the_same_elements(
     old, new = _states(dtype, size, density, seed)
     encoded = encode_as(encoding, old, new)
     if encoded is not None:
-        delta = decode(encoding, memoryview(encoded.payload), TensorSpec(dtype, (size,)))
+        delta = decode(encoded.encoding, memoryview(encoded.payload), TensorSpec(dtype, (size,)))
         with _pieces_of(128) if in_pieces else nullcontext():
             assert (_on_device(delta, old, dtype) == new).all()
 
