@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
 _STEADY_S = 600.0
-"""After a life of this length a guest's restart waits begin with the first one again."""
+"""A guest that lived for this long restarts after the first wait again."""
 
 
 def restart_wait(life_s: float, failures: int) -> tuple[float, int]:

@@ -210,7 +210,7 @@ def dcgm_probe(config: AcceleratorsConfig, *, clock: Clock) -> Probe[Accelerator
 def nvml_probe(
     read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
 ) -> Probe[AcceleratorsReading]:
-    """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
+    """Reads in a thread. No reading begins while another hangs, so the last result grows old."""
 
     async def ask(_session: aiohttp.ClientSession) -> AcceleratorsReading:
         return AcceleratorsReading(accelerators=await _in_daemon(read))

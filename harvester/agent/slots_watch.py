@@ -20,7 +20,7 @@ class SlotsWatch:
         self._fault = ""
 
     def age_s(self, *, now: float, wall_s: float) -> float:
-        """Since the file as it was seen last was written, or since it was seen to be absent."""
+        """Seconds since the file that was read last was written, or since it was seen absent."""
         if isinstance(self._seen, tuple):
             return max(0.0, wall_s - self._seen[1] * 1e-9)
         return 0.0 if self._absent_at_s is None else now - self._absent_at_s

@@ -64,7 +64,7 @@ class Applying(_State, frozen=True, kw_only=True, tag="applying"):
 
     def behind(self, now: Mapping[str, str]) -> list[str] | None:
         """The tensors with the base's bits, which take the deltas; the others have the new ones.
-        None if one is torn, or the files have other tensors: they are written anew."""
+        None if one is torn, or the files have other tensors: all are then written again."""
         old = [name for name, digest in now.items() if digest != self.after.get(name)]
         is_whole = now.keys() == self.after.keys() and all(
             now[name] == self.before.get(name) for name in old

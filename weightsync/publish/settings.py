@@ -120,7 +120,7 @@ class AnnounceSettings:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """None for an empty `jobs`, as a command's option may be."""
+        """URLs of the jobs; empty for an empty string in `jobs`, as a command's option may be."""
         jobs = (self.jobs,) if isinstance(self.jobs, str) else self.jobs
         return tuple(filter(None, jobs))
 

@@ -120,7 +120,7 @@ class Piece:
     spec: TensorSpec
     record: SliceRecord | None
     tensor: "torch.Tensor | None"
-    """None once the next piece was requested, which frees memory for gathering it."""
+    """The tensor; None once the next piece was requested, which frees memory for gathering it."""
     check_finite: bool = False
 
     def bits(self, *, own: bool) -> Bits:

@@ -44,9 +44,9 @@ _NO_NEWS = News(b"", StoreVersions(()), {})
 _NEWS_S = 5.0
 """Time for which news are believed, as if a slow reader had asked for everything at once."""
 _HELD_BACK_S = 1.0
-"""A server that holds a question back does so for longer; ours for up to 30 s."""
+"""A server that holds a request back does so for longer than this; ours for up to 30 s."""
 _POLL_S = 0.2
-"""Between two questions to a server that does not hold one back until LATEST changes."""
+"""Time between two requests to a server that does not hold them back until LATEST changes."""
 
 
 class HttpSource(StoreSource):

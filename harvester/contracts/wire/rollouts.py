@@ -276,4 +276,4 @@ class AnnounceState(StrEnum):
     SERVED = "served"
     """Every dedicated engine serves it."""
     NOT_ACTIVE = "announced, not active"
-    """At one gateway or more the engines serve another job; they load it when it is activated."""
+    """The engines of a gateway serve another job; they load the version once its job is active."""

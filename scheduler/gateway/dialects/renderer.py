@@ -48,7 +48,7 @@ _BROKEN = (TimeoutError, ConnectionError, *_MALFORMED)
 _DEFAULT_OUTPUT_TOKENS = 16
 """vLLM leaves it out of a rendered request."""
 _PROBE_S = 0.1
-"""Between the calls that look whether an absent renderer is back."""
+"""Time between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
 """Calls that reach a renderer and fail there, by one request: it may be the request that fails."""
 _DERENDERED_BYTES = 4 << 20

@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct, Generic[L]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spans: tuple[Span, ...] = ()
-    """From a gateway, as are `fault` and `immovable`; engines send none of them."""
+    """Only a gateway sends `spans`, `fault` and `immovable`."""
     fault: str = ""
     immovable: tuple[str, ...] = ()
     routed_experts: str | None = None

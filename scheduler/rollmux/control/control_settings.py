@@ -13,7 +13,7 @@ class ControlSettings:
     cluster: ClusterConfig | None = None
     """With it the control plans; `nodes_file.read_nodes` reads one from a file."""
     state: Path | None = None
-    """SQLite file of the state; without it a restart begins anew."""
+    """SQLite file of the state; without it a restart loses the state."""
     journal: Path | None = None
     """Directory for the journal of decisions; without it none are written."""
     journal_bytes: int = 64 << 20

@@ -50,7 +50,7 @@ class Recall(StrEnum):
     WHEN_FREE = "when_free"
     """Only if no other job holds them or waits for them."""
     IN_LINE = "in_line"
-    """In its turn, from the end of the line."""
+    """First come, first served, from the end of the line."""
 
 
 class Beat(StrictStruct, frozen=True, kw_only=True, tag="beat"):

@@ -79,7 +79,7 @@ class PermitTable:
         del self.jobs[job]
 
     def leave_loaded(self, permit: JobPermit) -> None:
-        """Its state stays on its nodes' accelerators, without the part of one that its tail had."""
+        """Records that the state stays on the nodes, except one of which the tail had a part."""
         parts = permit.accelerators
         nodes = tuple(node for node in permit.nodes if 0 not in parts.get(node, ()))
         if not nodes:
