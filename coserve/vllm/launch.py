@@ -199,8 +199,8 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def _whole_prompts(spec: EngineSpec) -> tuple[str, ...]:
-    """On a CPU no prompt is cut into steps: behind each but the last vLLM rewinds a seeded
-    generator, which CPU generators cannot do, and the engine dies."""
+    """Flags for whole prompts on a CPU: vLLM rewinds a seeded generator behind each step but a
+    prompt's last, which CPU generators cannot do, and the engine dies."""
     if spec.gpu is not None:
         return ()
     step_tokens = max(_CPU_STEP_TOKENS, spec.max_model_len)

@@ -1,4 +1,4 @@
-"""A guest engine that is started again when it fails, after waits that double.
+"""Restarts a failed guest engine after waits that double; apart so that the command stays thin.
 
 A failing guest costs the host its start each time: memory, a core, the store's link. systemd 252
 restarts at one pace only.

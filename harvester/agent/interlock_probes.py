@@ -74,13 +74,13 @@ class _Rules(msgspec.Struct):
     data: _Groups
 
 
-class _Status(msgspec.Struct):
+class _AlertStatus(msgspec.Struct):
     state: str
 
 
 class _Raised(msgspec.Struct):
     labels: dict[str, str]
-    status: _Status
+    status: _AlertStatus
 
 
 def read_rules(body: bytes, date: str = "") -> AlertsReading:

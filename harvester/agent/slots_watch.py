@@ -1,5 +1,5 @@
-"""When an agent reads its slots file: on a change, and again while the file cannot be used; and how
-long ago its discovery looked."""
+"""When an agent reads its slots file: on a change, and again while the file cannot be used. Apart
+from the agent's process, so that tests pass the time in."""
 
 from pathlib import Path
 

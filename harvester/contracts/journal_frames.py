@@ -156,7 +156,7 @@ def packed_lines(file: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
 def _frame_header_bytes(head: bytes, name: str, at: int) -> int | None:
     """Size of a frame's header; None if it is torn."""
     if not MAGIC.startswith(head[:4]):
-        raise Corrupt(f"{name} byte {at}: no frame of zstd")
+        raise Corrupt(f"{name}: byte {at} begins no zstd frame")
     try:
         header_bytes = zstandard.frame_header_size(head)
     except zstandard.ZstdError:

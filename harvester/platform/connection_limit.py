@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 _DESCRIPTORS_SHARE = 4
-"""At most half of a process's descriptors are connections: `ConnectionLimit` keeps twice its number
-while those that it closes end."""
+"""Connections take at most half of a process's descriptors: `ConnectionLimit` keeps twice its
+number while those that it closes end."""
 
 
 class ConnectionLimit:

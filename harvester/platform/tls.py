@@ -24,7 +24,7 @@ class ServerTls(FrozenSettings):
     cert_file: Path
     """Certificate chain, PEM."""
     key_file: Path
-    """Its private key, PEM."""
+    """Private key of `cert_file`, PEM."""
     client_ca_file: Path | None = None
     """Clients must show a certificate that one of these signed."""
 
@@ -92,7 +92,7 @@ class Credentials(FrozenSettings):
     cert_file: Path | None = None
     """Client certificate for a server that requires one, PEM."""
     key_file: Path | None = None
-    """Its private key, PEM."""
+    """Private key of `cert_file`, PEM."""
 
     @model_validator(mode="after")
     def _whole_pair(self) -> "Credentials":

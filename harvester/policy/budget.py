@@ -53,8 +53,8 @@ RESUME_RATIO = 0.5
 
 
 _UNPROVEN_WITHHELD = 6.0
-"""Expected number of withheld slices, the sum of their probabilities, above which their absence is
-not chance: its probability is 0.25 %."""
+"""Expected withheld slices, the sum of their probabilities, above which the lack of any withheld
+request is not chance: that has a probability of 0.25 %."""
 _SLICES = "slices", "withheld_slices"
 _KEPT = *COUNTS, *_SLICES
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"

@@ -193,7 +193,7 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
     dispersion: float = 1.0
     """Variance of a granted slice's count over that of independent requests; 1 or above."""
     newer_rate: float = 0.0
-    """Share of late granted requests in the last slices: harm must not widen the dispersion."""
+    """Share of granted requests above the threshold in the last slices; harm is not dispersion."""
     rise: Rise = msgspec.field(default_factory=Rise)
 
     def observe(

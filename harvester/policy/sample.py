@@ -64,7 +64,7 @@ NO_LEASE = LeaseView(epoch=Epoch(0))
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the control group that production and guest share. A limit of 0: not read."""
+    """Memory of the control group that production and guest share. A limit of 0 was not read."""
 
     used_bytes: int = 0
     limit_bytes: int = 0

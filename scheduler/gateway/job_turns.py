@@ -51,7 +51,7 @@ class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
 
 
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
-    """Another request is being served, or was answered a moment ago, under this id."""
+    """The id names a request that is being served, or was answered a moment ago."""
 
     is_final = True
 

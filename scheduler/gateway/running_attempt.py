@@ -40,7 +40,7 @@ class CutReason(StrEnum):
     STREAMS = "streams"
     """The engine is alive and breaks stream upon stream; no turn is to blame."""
     WEIGHTS = "weights"
-    """Another caller changed the engine's weights; it lives, and no turn is to blame."""
+    """The engine's weights were changed by another caller; no turn is to blame."""
     CLASH = "clash"
     """The engine's tokens do not agree with another engine's; it lives, and no turn is to blame."""
 

@@ -42,7 +42,7 @@ class VersionSettings:
     """ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of the shared
     layout."""
     skip_deltas: bool = True
-    """Also write deltas over several versions, for receivers that have fallen behind."""
+    """Write skip deltas too, for receivers that have fallen behind."""
     check_finite: bool = False
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 

@@ -279,7 +279,7 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     status = answer.status
     if status in {200, 206, 304}:
         if answer.chunked:
-            raise PeerProtocolError(f"{what}: an answer in chunks, without a length")
+            raise PeerProtocolError(f"{what}: the server sent chunks without a Content-Length")
         return
     body = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
     message = f"{what}: {status} {body[:200]}"

@@ -367,8 +367,8 @@ class StreamedText:
         self.least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
 
     def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
-        """With a parser each chunk needs the whole request and prompt, and the state holds the
-        output; without one only the first chunk needs the prompt."""
+        """A chunk's fields. A parser needs the whole request and prompt with each chunk, and the
+        state holds the output; without one only the first chunk needs the prompt."""
         field = self.dialect.request_field
         if self.dialect.many:
             # No parser reads a completion's text, and its request may have thousands of prompts.

@@ -42,7 +42,7 @@ class GatewayAccess:
     cert_file: Path | None = None
     """Client certificate for a gateway that requires one."""
     key_file: Path | None = None
-    """Its private key."""
+    """Private key of `cert_file`."""
 
     def of(self, job: JobId) -> "JobGateway":
         """The job's gateway. Raises ConfigError for an invalid URL or credential file."""

@@ -35,7 +35,7 @@ class PermitTable:
         self._tails: dict[NodeId, KeptTail] = {}
         self._touched: set[NodeId] = set()
         self._loaded: dict[NodeId, JobId] = {}
-        """Per node, the job whose state was left on its accelerators without a permit."""
+        """Jobs whose state was left on a node's accelerators without a permit, by node."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(permit) for permit in self.jobs.values()]

@@ -60,7 +60,7 @@ Found = tuple[float, int, tuple[Hosting, ...]]
 Sharing = tuple[int, int, int]
 """Masks of pairs, in the order of `combinations`."""
 Fits = Sequence[npt.NDArray[np.bool_]]
-"""Per pool, `[candidates as a mask]`: whether they fit on one node together."""
+"""`[candidates as a mask]` of each pool: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less count as equal."""
