@@ -73,7 +73,7 @@ class HttpSource(StoreSource):
         self._known: bytes | None = None
         """LATEST as it was read last."""
         self._news, self._news_until_s = _NO_NEWS, 0.0
-        """Their rest: each file is read once."""
+        """The unread rest of an answer that named a version: each file is read once."""
 
     def __str__(self) -> str:
         return self._url
