@@ -170,7 +170,7 @@ def absent_components(prometheus: Prometheus) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ExpressionFinding:
     line: str
     is_fault: bool
     """False if the series exist but have no finite value yet."""
@@ -178,7 +178,7 @@ class Finding:
 
 def find(
     prometheus: Prometheus, *, dashboard_path: Path = DASHBOARD, window: str = "1m"
-) -> tuple[Finding, ...]:
+) -> tuple[ExpressionFinding, ...]:
     """Findings over every rule and panel: faults, components that are not scraped, and series
     without a value yet."""
     dashboard = json.loads(dashboard_path.read_text())
@@ -188,7 +188,10 @@ def find(
         for one in dashboard_expressions(dashboard)
     )
     absent, none = absent_components(prometheus), len(_COMPONENTS)
-    found = [Finding(f"{each}: not scraped here", is_fault=len(absent) == none) for each in absent]
+    found = [
+        ExpressionFinding(f"{each}: not scraped here", is_fault=len(absent) == none)
+        for each in absent
+    ]
     for one in (*rule_expressions(), *panels):
         found += _findings(prometheus, one, frozenset(absent))
     return tuple(found)
@@ -196,7 +199,7 @@ def find(
 
 def _findings(
     prometheus: Prometheus, expression: Expression, absent: frozenset[str]
-) -> Iterator[Finding]:
+) -> Iterator[ExpressionFinding]:
     where, text = expression.where, expression.text
     try:
         prometheus.format_query(text)
@@ -207,11 +210,11 @@ def _findings(
             if not values:
                 off = query.partition("{")[0] in _IF_CONFIGURED
                 line = f"{where}: no data: {query}{' (off unless configured)' if off else ''}"
-                yield Finding(line, is_fault=not off)
+                yield ExpressionFinding(line, is_fault=not off)
             elif not any(math.isfinite(value) for value in values):
-                yield Finding(f"{where}: {values[0]} so far: {query}", is_fault=False)
+                yield ExpressionFinding(f"{where}: {values[0]} so far: {query}", is_fault=False)
     except ValueError as error:
-        yield Finding(f"{where}: {error}: {text}", is_fault=True)
+        yield ExpressionFinding(f"{where}: {error}: {text}", is_fault=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

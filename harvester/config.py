@@ -190,7 +190,7 @@ class SlotConfig(FrozenSettings):
             page = urlsplit(url)
             # urlsplit's `port` raises ValueError by itself for a malformed port.
             if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
-                raise ValueError("use http://HOST:PORT/metrics")
+                raise ValueError("use a URL such as http://HOST:PORT/metrics")
         return url
 
     @field_validator("pulses")

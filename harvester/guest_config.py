@@ -47,11 +47,11 @@ class GuestConfig(FrozenSettings):
     isolation: IsolationBackend | None = None
     """Defaults to the best backend that needs no consent. `mps` also needs the slot's `mps`."""
     active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
-    """Under MPS: largest share of a GPU's multiprocessors that the guest may use."""
+    """Largest share of a GPU's multiprocessors that the guest may use under MPS."""
     sleeps: bool = False
     """Move the weights to pinned host memory of the same size while the guest sleeps."""
     eager: bool = False
-    """Without CUDA graphs: slower steps, less memory."""
+    """Run without CUDA graphs: slower steps, less memory."""
     arguments: tuple[str, ...] = Field(default=(), max_length=256)
     """More flags of vLLM, placed after RoseMux's own; flags in `OWN_FLAGS` are refused."""
 

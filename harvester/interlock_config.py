@@ -100,7 +100,7 @@ class AcceleratorsConfig(Credentials):
         if self.url and (fault := _unfit_url(self.url) or self.exposed_at(self.url)):
             raise ValueError(fault)
         if self.order is StopOrder.NONE:
-            raise ValueError("order: an accelerator holds or drains")
+            raise ValueError("order: use hold or drain for accelerators")
         return self
 
     @property

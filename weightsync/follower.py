@@ -173,7 +173,7 @@ class Follower(AbstractContextManager["Follower"]):
             return newest
         raise Stale(
             f"the store's newest version is {newest} and {self._directory.path} holds "
-            f"{held}: is it another store? To go back, name the version"
+            f"{held}: check the store's address, or name the version to go back to"
         )
 
     def _roll_forward(self) -> tuple[int, int]:

@@ -206,7 +206,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         """
         if self._closed:
             raise ConfigError("this publisher is closed: make another one of the store")
-        with suppress(TypeError):  # A float is no step.
+        with suppress(TypeError):  # The next line refuses floats.
             step = None if step is None else index(step)
         if step is not None and not (isinstance(step, int) and step >= 0):
             raise ConfigError(f"step {step!r}: give the trainer's step number")

@@ -21,7 +21,7 @@ _PER_HORIZON = 5
 class MeanForecaster:
     def __init__(self, mean: Callable[[float], "RecentMean"]) -> None:
         """`mean` makes the mean of a horizon."""
-        self._parts = [_Part(horizon_s, mean(horizon_s)) for horizon_s in HORIZONS_S]
+        self._parts = [_HorizonMean(horizon_s, mean(horizon_s)) for horizon_s in HORIZONS_S]
 
     def observe(
         self,
@@ -68,7 +68,7 @@ class LastWindow(RecentMean):
         return sum(self._seen) / len(self._seen)
 
 
-class _Part:
+class _HorizonMean:
     def __init__(self, horizon_s: float, mean: RecentMean) -> None:
         self._horizon_s = horizon_s
         self._mean = mean

@@ -35,7 +35,7 @@ from benchmarks.gateway.load import (
     held_streams,
     open_loop,
 )
-from benchmarks.gateway.routers import ARMS, VERSIONS, Arm, start
+from benchmarks.gateway.routers import ARMS, VERSIONS, RouterArm, start
 from benchmarks.testbed.core_time import Account, account, used
 from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.prerequisites import free_ports
@@ -85,7 +85,7 @@ QUICK = Size(
     streams=500,
     held_s=2.0,
 )
-DIRECT = tuple(Arm("direct", route) for route in (GENERATE, SGLANG, COMPLETIONS))
+DIRECT = tuple(RouterArm("direct", route) for route in (GENERATE, SGLANG, COMPLETIONS))
 
 
 def main() -> None:
@@ -122,13 +122,13 @@ async def measured(size: Size, seed: int) -> dict[str, Any]:
     }
 
 
-async def _started(processes: Processes, cores: list[int], run: Path, seed: int) -> "Bench":
+async def _started(processes: Processes, cores: list[int], run: Path, seed: int) -> "GatewayBench":
     ports = free_ports(ENGINES + 2 * len(VERSIONS))
     engines, others = ports[:ENGINES], ports[ENGINES:]
     stub = [sys.executable, "-m", "benchmarks.gateway.stub_engine", "--ports", *map(str, engines)]
     processes.start("stub", stub, core=cores[1])
     at = {"direct": engines[0]} | dict(zip(VERSIONS, others[::2], strict=True))
-    bench = Bench(processes, at, {}, seed)
+    bench = GatewayBench(processes, at, {}, seed)
     await bench.ready(DIRECT)
     for router, metrics in zip(VERSIONS, others[1::2], strict=True):
         bench.children[router] = start(
@@ -138,7 +138,7 @@ async def _started(processes: Processes, cores: list[int], run: Path, seed: int)
     return bench
 
 
-class Bench:
+class GatewayBench:
     def __init__(
         self, processes: Processes, ports: dict[str, int], children: dict[str, Child], seed: int
     ) -> None:
@@ -148,7 +148,7 @@ class Bench:
         self._seed = seed
         self._numbers = itertools.count(1)
 
-    async def ready(self, arms: tuple[Arm, ...]) -> None:
+    async def ready(self, arms: tuple[RouterArm, ...]) -> None:
         """Waits until each has served all of its requests. Raises ConfigError."""
         until_s = _CLOCK.now() + _UP_S
         for arm in arms:
@@ -181,7 +181,9 @@ class Bench:
                 rounds.served.setdefault((arm, kind), []).append(found_served)
         return rounds
 
-    async def _latencies(self, arm: Arm, size: Size, random: Random, *, stream: bool) -> Outside:
+    async def _latencies(
+        self, arm: RouterArm, size: Size, random: Random, *, stream: bool
+    ) -> Outside:
         self._set_pace(STEP_S)
         requests = self._requests(arm, TOKENS, stream=stream)
         async with ConnectionPool(requests.port, kept=48) as connections:
@@ -193,7 +195,7 @@ class Bench:
         self._check(arm, requests, exchanges)
         return Outside.of(exchanges, self._times())
 
-    async def _served(self, arm: Arm, kind: str, size: Size) -> LoopWindow:
+    async def _served(self, arm: RouterArm, kind: str, size: Size) -> LoopWindow:
         tokens, stream, step_s = SATURATIONS[kind]
         self._set_pace(step_s)
         requests = self._requests(arm, tokens, stream=stream)
@@ -241,10 +243,10 @@ class Bench:
         found.count(exchanges, requests.check, Outside.of(exchanges, self._times()))
         return found
 
-    def _requests(self, arm: Arm, tokens: int, *, stream: bool) -> Requests:
+    def _requests(self, arm: RouterArm, tokens: int, *, stream: bool) -> Requests:
         return Requests(arm.route, self._ports[arm.router], tokens, stream, self._numbers)
 
-    def _check(self, arm: Arm, requests: Requests, exchanges: list[Exchange]) -> None:
+    def _check(self, arm: RouterArm, requests: Requests, exchanges: list[Exchange]) -> None:
         """Raises ConfigError for a wrong reply: figures of a router that loses tokens are none."""
         self._processes.check()
         for exchange in exchanges:

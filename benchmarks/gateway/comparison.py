@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.gateway.figures import Interval, Outside, added, mean_ratio
 from benchmarks.gateway.load import Exchange
-from benchmarks.gateway.routers import ARMS, Arm
+from benchmarks.gateway.routers import ARMS, RouterArm
 
 PERCENTS = {"p50": 50.0, "p99": 99.0}
 _NS = 1e9
@@ -30,9 +30,9 @@ class LoopWindow:
 
 @dataclass(slots=True)
 class Rounds:
-    outside: dict[tuple[Arm, bool], list[Outside]] = field(default_factory=dict)
+    outside: dict[tuple[RouterArm, bool], list[Outside]] = field(default_factory=dict)
     """A window for each round, by arm and whether streamed."""
-    served: dict[tuple[Arm, str], list[LoopWindow]] = field(default_factory=dict)
+    served: dict[tuple[RouterArm, str], list[LoopWindow]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def _kinds(rounds: Rounds) -> list[str]:
     return list(dict.fromkeys(kind for _, kind in rounds.served))
 
 
-def _arm(rounds: Rounds, arm: Arm) -> dict[str, Any]:
+def _arm(rounds: Rounds, arm: RouterArm) -> dict[str, Any]:
     def over_direct(part: str, *, stream: bool) -> dict[str, dict[str, float]]:
         own = [getattr(each, part) for each in rounds.outside[arm, stream]]
         direct = [getattr(each, part) for each in rounds.outside[arm.direct, stream]]

@@ -27,7 +27,7 @@ def prompt_text(number: int) -> str:
     return f"{number}{' word' * (PROMPT_TOKENS - 1)}"
 
 
-class _Sampling(msgspec.Struct, frozen=True):
+class _SentSampling(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     max_new_tokens: int = 0
 
@@ -40,7 +40,7 @@ class AnyRequest(msgspec.Struct):
     prompt: str | list[int] = ""
     max_tokens: int = 0
     stream: bool = False
-    sampling_params: _Sampling = _Sampling()
+    sampling_params: _SentSampling = _SentSampling()
 
     @classmethod
     def of(cls, body: bytes) -> "AnyRequest":

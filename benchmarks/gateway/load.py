@@ -56,16 +56,16 @@ class Requests:
             raise ValueError(f"{self.route.path}: {len(ids)} of {self.tokens} tokens: {ids[:20]}")
 
 
-class _Connection(asyncio.Protocol):
+class _LoadConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._exchange: Exchange | None = None
-        self._on_end: Callable[[_Connection], None] = lambda _connection: None
+        self._on_end: Callable[[_LoadConnection], None] = lambda _connection: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def send(
-        self, exchange: Exchange, request: bytes, on_end: "Callable[[_Connection], None]"
+        self, exchange: Exchange, request: bytes, on_end: "Callable[[_LoadConnection], None]"
     ) -> None:
         self._exchange, self._on_end = exchange, on_end
         self.transport.write(request)
@@ -96,8 +96,8 @@ class ConnectionPool:
     def __init__(self, port: int, *, kept: int) -> None:
         self._port = port
         self._kept = kept
-        self.free: deque[_Connection] = deque()
-        self._all: list[_Connection] = []
+        self.free: deque[_LoadConnection] = deque()
+        self._all: list[_LoadConnection] = []
         self._opening: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ConnectionPool":
@@ -111,7 +111,7 @@ class ConnectionPool:
         await asyncio.sleep(0)
 
     def send(self, exchange: Exchange, request: bytes, on_end: Callable[[], None]) -> None:
-        def ended(connection: _Connection) -> None:
+        def ended(connection: _LoadConnection) -> None:
             if not connection.transport.is_closing():
                 self.free.append(connection)
             on_end()
@@ -126,13 +126,13 @@ class ConnectionPool:
         task.add_done_callback(self._opening.discard)
 
     async def _send_anew(
-        self, exchange: Exchange, request: bytes, ended: Callable[[_Connection], None]
+        self, exchange: Exchange, request: bytes, ended: Callable[[_LoadConnection], None]
     ) -> None:
         (await self._open()).send(exchange, request, ended)
 
-    async def _open(self) -> _Connection:
+    async def _open(self) -> _LoadConnection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, "127.0.0.1", self._port)
+        _, connection = await loop.create_connection(_LoadConnection, "127.0.0.1", self._port)
         self._all.append(connection)
         return connection
 

@@ -19,7 +19,7 @@ VERSIONS = {"rosemux": "", "vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class RouterArm:
     """One router and one of its routes; without a router the load goes to an engine itself."""
 
     router: str
@@ -30,18 +30,18 @@ class Arm:
         return f"{self.router} {self.route.path}"
 
     @property
-    def direct(self) -> "Arm":
-        return Arm("direct", self.route)
+    def direct(self) -> "RouterArm":
+        return RouterArm("direct", self.route)
 
 
 ARMS = (
-    Arm("rosemux", GENERATE),
-    Arm("vllm-router", GENERATE),
-    Arm("rosemux", SGLANG),
-    Arm("sglang-router", SGLANG),
-    Arm("rosemux", COMPLETIONS),
-    Arm("vllm-router", COMPLETIONS),
-    Arm("sglang-router", COMPLETIONS),
+    RouterArm("rosemux", GENERATE),
+    RouterArm("vllm-router", GENERATE),
+    RouterArm("rosemux", SGLANG),
+    RouterArm("sglang-router", SGLANG),
+    RouterArm("rosemux", COMPLETIONS),
+    RouterArm("vllm-router", COMPLETIONS),
+    RouterArm("sglang-router", COMPLETIONS),
 )
 
 

@@ -124,7 +124,7 @@ class StubEngine:
         return times
 
 
-class _Connection(asyncio.Protocol):
+class _StubConnection(asyncio.Protocol):
     def __init__(self, engine: StubEngine) -> None:
         self._engine = engine
         self._reader = RequestReader()
@@ -204,7 +204,7 @@ async def main() -> None:
     given = parser.parse_args()
     engine, loop = StubEngine(), asyncio.get_running_loop()
     for port in given.ports:
-        await loop.create_server(lambda: _Connection(engine), "127.0.0.1", port, backlog=8192)
+        await loop.create_server(lambda: _StubConnection(engine), "127.0.0.1", port, backlog=8192)
     gc.disable()  # Nothing here is cyclic but ended connections, and a pause would be a latency.
     print("ready", flush=True)
     await asyncio.Event().wait()

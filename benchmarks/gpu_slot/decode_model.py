@@ -16,7 +16,7 @@ _STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class DecodeShape:
     layers: int
     hidden: int
     heads: int
@@ -37,11 +37,11 @@ class ModelShape:
         return self.layers * layer + 2 * self.vocabulary * self.hidden
 
 
-LLAMA_8B = ModelShape(
+LLAMA_8B = DecodeShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocabulary=128256
 )
 """Llama 3.1 8B's config.json."""
-TINY = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocabulary=256)
+TINY = DecodeShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocabulary=256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Layer:
 class DecodeModel:
     """Weights and one pool of KV, which all steps of the model share."""
 
-    shape: ModelShape
+    shape: DecodeShape
     device: torch.device
     kv_tokens: int
     """Capacity of the KV pool, in tokens."""

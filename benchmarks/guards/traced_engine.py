@@ -66,7 +66,7 @@ class TracedService:
 
 
 @dataclass(slots=True)
-class _Request:
+class _TracedRequest:
     arrival_s: float
     input_tokens: int
     tokens_left: int
@@ -87,8 +87,8 @@ class TracedEngine:
     _clock_s: float = 0.0
     _next: int = 0
     _rounds: int = 0
-    _waiting: deque[_Request] = field(default_factory=deque)
-    _running: list[_Request] = field(default_factory=list)
+    _waiting: deque[_TracedRequest] = field(default_factory=deque)
+    _running: list[_TracedRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._length_s = self.trace.duration_s / self.speed_ratio + _PAUSE_S
@@ -141,7 +141,7 @@ class TracedEngine:
         while (arrival_s := self._arrival_s) <= self._clock_s:
             output_tokens = int(_OUTPUT_RATIO * self.trace.output_tokens[self._next])
             input_tokens = int(self.trace.input_tokens[self._next])
-            self._waiting.append(_Request(arrival_s, input_tokens, max(1, output_tokens)))
+            self._waiting.append(_TracedRequest(arrival_s, input_tokens, max(1, output_tokens)))
             self._next += 1
             if self._next == len(self.trace.t_s):
                 self._next, self._rounds = 0, self._rounds + 1

@@ -25,7 +25,7 @@ from benchmarks.migration.bias import (
 )
 from benchmarks.migration.deployment import Deployment
 from benchmarks.migration.draws import DrawnToken, power_against_lost_ends, report
-from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.evidence import MoveEvidence
 from benchmarks.migration.faults import evidence_of, verdict_on
 from benchmarks.migration.records import AttemptRecord, RequestRecord
 from benchmarks.migration.replies import Reply
@@ -123,10 +123,10 @@ def _samples(
     return {arm: [own[pair] for pair in sorted(own)] for arm, own in found.items()}
 
 
-def drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
+def drawn(evidence: MoveEvidence, arm: str) -> Iterator[DrawnToken]:
     """Tokens of the arm's answered turns, rated by the weights of their versions."""
     for record in evidence.requests:
-        claim = reference.Claim.of(record)
+        claim = reference.ClaimedTurn.of(record)
         if claim is None or record.trajectory.partition("-")[0] != arm:
             continue
         truths = evidence.truths.get(record.request_id, ())
@@ -135,7 +135,7 @@ def drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
 
 
 def at_moves(
-    evidence: Evidence, model: Path, weights: Mapping[int, Mapping[str, Any]]
+    evidence: MoveEvidence, model: Path, weights: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, list[DrawnToken]]:
     """Tokens that a move threw away, and the first one of each attempt that went on: a move can
     bias lengths through these alone. `weights` are those of one published version.
@@ -156,7 +156,7 @@ def at_moves(
             made = len(attempt.token_ids)
             taken[key] = len(after.context) - len(attempt.context) if after else made
             if taken[key] < made or len(attempt.context) > prompts[name]:
-                claims[key] = reference.Claim(
+                claims[key] = reference.ClaimedTurn(
                     key, attempt.context, attempt.token_ids, [version] * made, attempt.sampling
                 )
     found: dict[str, list[DrawnToken]] = {"thrown_away": [], "first_behind_a_move": []}

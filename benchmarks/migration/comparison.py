@@ -16,7 +16,7 @@ TIE_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class ComparedTurns:
     setting: str
     tokens: int
     moves: int
@@ -32,7 +32,7 @@ class Pair:
     ends: tuple[str, str]
 
     @classmethod
-    def of(cls, setting: str, still: Turn, moved: Turn, *, planned_moves: int) -> "Pair":
+    def of(cls, setting: str, still: Turn, moved: Turn, *, planned_moves: int) -> "ComparedTurns":
         pairs = zip(still.token_ids, moved.token_ids, strict=False)
         first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
         if first is None and len(still.token_ids) != len(moved.token_ids):
@@ -66,7 +66,7 @@ def _gap(turn: Turn, at: int) -> float | None:
     return best[0] - best[1] if len(best) > 1 else None
 
 
-def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+def summary(pairs: Sequence[ComparedTurns]) -> dict[str, Any]:
     """`identical_share` counts turns that changed their engine; others are `unmoved`."""
     moved = [pair for pair in pairs if pair.engine_changes]
     settings = sorted({pair.setting for pair in pairs})
@@ -120,7 +120,7 @@ def differing(found: Mapping[str, Any]) -> dict[str, Any]:
     return faults
 
 
-def _least_share(pairs: Sequence[Pair]) -> float | None:
+def _least_share(pairs: Sequence[ComparedTurns]) -> float | None:
     """The lower end of the exact 95 % interval of the share."""
     if not pairs:
         return None
@@ -128,5 +128,5 @@ def _least_share(pairs: Sequence[Pair]) -> float | None:
     return float(binomtest(identical, len(pairs)).proportion_ci().low)
 
 
-def _share(pairs: Sequence[Pair]) -> float | None:
+def _share(pairs: Sequence[ComparedTurns]) -> float | None:
     return sum(pair.identical for pair in pairs) / len(pairs) if pairs else None

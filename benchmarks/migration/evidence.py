@@ -32,7 +32,7 @@ class TokenTruth:
 
 
 @dataclass(slots=True, kw_only=True)
-class Evidence:
+class MoveEvidence:
     requests: Sequence[RequestRecord]
     """With the taps' spans, where their route tells none (tap_spans.py)."""
     attempts: Sequence[AttemptRecord]

@@ -25,12 +25,12 @@ from benchmarks.migration.deployment import (
     Deployment,
     EngineProcess,
 )
-from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.evidence import MoveEvidence
 from benchmarks.migration.judge import judged
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 from benchmarks.migration.rollout_plan import (
-    Fault,
     FaultKind,
+    PlannedFault,
     PlannedTrajectory,
     fault_script,
     rollout_plan,
@@ -74,7 +74,7 @@ class FaultRun:
         for engine in deployment.engines.values():
             engine.tap.on_poison = partial(self._poison, engine)
 
-    async def run(self, plan: Sequence[PlannedTrajectory], script: Sequence[Fault]) -> None:
+    async def run(self, plan: Sequence[PlannedTrajectory], script: Sequence[PlannedFault]) -> None:
         due = list(script)
         async with rolling_out(self._deployment, plan) as client:
             self._spawn(self._watch(client))
@@ -116,7 +116,7 @@ class FaultRun:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(work))
 
-    async def _strike(self, fault: Fault, client: RolloutProcess) -> None:
+    async def _strike(self, fault: PlannedFault, client: RolloutProcess) -> None:
         engine = self._deployment.engines.get(fault.engine)
         if fault.kind in _RESTARTS:
             assert engine is not None
@@ -157,7 +157,7 @@ class FaultRun:
             return
         self._note(fault)
 
-    def _note(self, fault: Fault) -> None:
+    def _note(self, fault: PlannedFault) -> None:
         self.done[fault.kind] += 1
         print(f"{fault.at_ended}: {fault.kind} {fault.engine}", file=sys.stderr, flush=True)
 
@@ -166,7 +166,9 @@ class FaultRun:
         await asyncio.sleep(self._random.uniform(*bounds_s))
         engine.signal(signal.SIGCONT)
 
-    async def _restart(self, fault: Fault, engine: EngineProcess, client: RolloutProcess) -> None:
+    async def _restart(
+        self, fault: PlannedFault, engine: EngineProcess, client: RolloutProcess
+    ) -> None:
         """The client is held on entry, and goes on while the engine starts."""
         if fault.kind is FaultKind.IDLE_RESTART:
             await client.idle.wait()
@@ -264,7 +266,7 @@ def _too_few(planned: Counter[str], found: Counter[str]) -> dict[str, list[int]]
 
 def evidence_of(
     deployment: Deployment, model: Path, trajectories: set[str], *, poison: frozenset[str]
-) -> Evidence:
+) -> MoveEvidence:
     """All that was written down of these trajectories."""
     every = records.read(deployment.record, RequestRecord)
     requests = [each for each in every if each.trajectory in trajectories]
@@ -277,7 +279,7 @@ def evidence_of(
     held = list(records.read(deployment.held, HeldRecord))
     requests = with_tap_spans(requests, attempts, held)
     text = reference.ModelText(model)
-    return Evidence(
+    return MoveEvidence(
         requests=requests,
         attempts=attempts,
         held=held,
@@ -291,7 +293,7 @@ def evidence_of(
     )
 
 
-def verdict_on(evidence: Evidence, deployment: Deployment, model: Path) -> dict[str, Any]:
+def verdict_on(evidence: MoveEvidence, deployment: Deployment, model: Path) -> dict[str, Any]:
     """`exchanged_weights`: spans convicted, of all, where the judge is given the next version's
     weights for each version: with several versions it must convict nearly every span.
     """

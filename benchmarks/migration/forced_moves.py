@@ -19,7 +19,7 @@ from unittest import mock
 
 from benchmarks.migration import lora
 from benchmarks.migration.cluster import Cluster, cluster, engines
-from benchmarks.migration.comparison import Pair, summary
+from benchmarks.migration.comparison import ComparedTurns, summary
 from benchmarks.migration.model import (
     BOS_ID,
     FIRST_ID,
@@ -27,7 +27,7 @@ from benchmarks.migration.model import (
     publish_model,
     write_model,
 )
-from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Setting
+from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, SurfaceSetting
 from benchmarks.testbed.prerequisites import free_ports
 from scheduler.gateway import running_attempt
 from scheduler.gateway.fleet_member import FleetMember
@@ -117,8 +117,8 @@ async def _pairs(
     turns: int,
     random: Random,
     name: str = "pair",
-    surface: tuple[Setting, ...] = SURFACE,
-) -> list[Pair]:
+    surface: tuple[SurfaceSetting, ...] = SURFACE,
+) -> list[ComparedTurns]:
     pairs = []
     for number in range(turns):
         prompt = _prompt(random)
@@ -159,13 +159,13 @@ async def _seeded(both: Cluster, *, turns: int, random: Random) -> dict[str, int
 
 async def _pair(
     both: Cluster,
-    setting: Setting,
+    setting: SurfaceSetting,
     number: int,
     prompt: list[int],
     pieces: list[str],
     plain: list[int],
     random: Random,
-) -> Pair:
+) -> ComparedTurns:
     sampling = _greedy(setting.sampling(pieces, plain, random))
     prompt = [*prompt, *setting.ends_prompt]
     name = f"{setting.name}-{number}".replace(" ", "_").replace(",", "")
@@ -178,7 +178,7 @@ async def _pair(
     if number % 2:
         how = {"moves_s": [each_s * (at + random.random()) for at in moves]}
     moved = await both.turn(f"{name}-moved", prompt, sampling, **how)
-    return Pair.of(setting.name, still, moved, planned_moves=len(set(moves)))
+    return ComparedTurns.of(setting.name, still, moved, planned_moves=len(set(moves)))
 
 
 def _greedy(sampling: dict[str, Any]) -> dict[str, Any]:

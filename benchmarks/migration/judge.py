@@ -34,7 +34,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from benchmarks.migration.chat_judge import content_of, wrong_parts
-from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.evidence import MoveEvidence
 from benchmarks.migration.pin_judge import (
     PinExcuse,
     breaks_pin,
@@ -60,7 +60,7 @@ IN_FLIGHT_S = 0.05
 gateway lets tokens wait to be read together: all that has come must be read at a cut."""
 
 
-def judged(evidence: Evidence) -> MigrationVerdict:
+def judged(evidence: MoveEvidence) -> MigrationVerdict:
     verdict = MigrationVerdict()
     known = known_since(evidence.announced, evidence.attempts, evidence.held)
     attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
@@ -105,7 +105,7 @@ def judged(evidence: Evidence) -> MigrationVerdict:
 
 
 def _poisoned(
-    evidence: Evidence, attempts: Mapping[str, Sequence[AttemptRecord]]
+    evidence: MoveEvidence, attempts: Mapping[str, Sequence[AttemptRecord]]
 ) -> list[AttemptRecord]:
     """Attempts of poison that failed their engine."""
     names = {one.request_id for one in evidence.requests if one.trajectory in evidence.poison}
@@ -115,7 +115,7 @@ def _poisoned(
 @dataclass(slots=True)
 class _TurnJudge:
     verdict: MigrationVerdict
-    evidence: Evidence
+    evidence: MoveEvidence
     name: str
     index: int
     """The choice of its request."""

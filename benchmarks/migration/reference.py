@@ -25,7 +25,7 @@ _FILTERS = frozenset(("top_k", "top_p", "min_p"))
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimedTurn:
     """A turn's tokens, and the versions that its spans claim."""
 
     request_id: str
@@ -41,7 +41,7 @@ class Claim:
         return ENDS | set(self.sampling.get("stop_token_ids") or ())
 
     @classmethod
-    def of(cls, record: RequestRecord, index: int = 0) -> "Claim | None":
+    def of(cls, record: RequestRecord, index: int = 0) -> "ClaimedTurn | None":
         reply = Reply.of(record, index)
         versions = [
             span["version"] for span in reply.spans for _ in range(span["start"], span["end"])
@@ -57,12 +57,12 @@ def truths(
     model: Path, weights: Mapping[int, Mapping[str, Any]], records: Iterable[RequestRecord]
 ) -> dict[str, list[TokenTruth]]:
     """The truths of each answered turn; turns of versions that `weights` lacks are left out."""
-    every = (Claim.of(each, index) for each in records for index in range(each.samples))
+    every = (ClaimedTurn.of(each, index) for each in records for index in range(each.samples))
     return truths_of(model, weights, [claim for claim in every if claim])
 
 
 def truths_of(
-    model: Path, weights: Mapping[int, Mapping[str, Any]], made: Iterable[Claim]
+    model: Path, weights: Mapping[int, Mapping[str, Any]], made: Iterable[ClaimedTurn]
 ) -> dict[str, list[TokenTruth]]:
     """As `truths`, of any tokens behind a context."""
     forced_end = ModelText(model).forced_end
@@ -83,8 +83,8 @@ def truths_of(
 
 
 def _passes(
-    model: Path, state: Mapping[str, Any], claims: list[Claim], forced_end: Sequence[int]
-) -> Iterable[tuple[Claim, list[TokenTruth]]]:
+    model: Path, state: Mapping[str, Any], claims: list[ClaimedTurn], forced_end: Sequence[int]
+) -> Iterable[tuple[ClaimedTurn, list[TokenTruth]]]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -135,7 +135,7 @@ def _passes(
             )
 
 
-def _processed(logits: Any, claim: Claim, edge_nats: float = 0.0) -> Any:
+def _processed(logits: Any, claim: ClaimedTurn, edge_nats: float = 0.0) -> Any:
     """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each
     token of output. `edge_nats`: candidates that are so much too unlikely are in."""
     import torch

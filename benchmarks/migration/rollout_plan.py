@@ -143,14 +143,16 @@ class FaultKind(StrEnum):
     """The connection breaks within that chunk."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
     at_ended: int
     """Ended trajectories at which it is due."""
     kind: FaultKind
     engine: str = ""
 
 
-def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: str) -> list[Fault]:
+def fault_script(
+    seed: int, trajectories: int, *, dedicated: list[str], guest: str
+) -> list[PlannedFault]:
     """Faults in the order in which they are due; each kind occurs, kills and restarts rarely."""
     random = Random(f"faults {seed}")
     # Starts of real engines take a minute: one process is away at a time.
@@ -162,7 +164,7 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
     faults = []
     for place, (kind, engine) in enumerate(once, start=1):
         at = trajectories * place // (len(once) + 1)
-        faults.append(Fault(at_ended=at, kind=kind, engine=engine))
+        faults.append(PlannedFault(at_ended=at, kind=kind, engine=engine))
     # Between so many revoked leases few turns reach the guest, and fewer end there.
     rare = max(1, trajectories // 300)
     for kind, count, engines in (
@@ -182,7 +184,9 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
             continue
         for _ in range(count):
             engine = random.choice(engines)
-            faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=engine))
+            faults.append(
+                PlannedFault(at_ended=_place(random, trajectories), kind=kind, engine=engine)
+            )
     return sorted(faults, key=lambda fault: (fault.at_ended, fault.kind, fault.engine))
 
 

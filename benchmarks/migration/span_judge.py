@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.evidence import MoveEvidence
 from benchmarks.migration.records import AttemptRecord, HeldRecord
 from benchmarks.migration.replies import Reply
 from benchmarks.migration.settings_judge import forced_places
@@ -38,7 +38,7 @@ def held_hashes(held: Iterable[HeldRecord]) -> dict[str, set[str]]:
 @dataclass(slots=True)
 class SpanJudge:
     verdict: MigrationVerdict
-    evidence: Evidence
+    evidence: MoveEvidence
     name: str
     """The choice of the turn's request."""
     hashes: Mapping[str, set[str]]

@@ -13,7 +13,7 @@ Sampling = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SurfaceSetting:
     name: str
     sampling: Callable[[list[str], list[int], Random], Sampling]
     """From the text pieces and ids of the plain greedy turn, so that stops and bad words occur."""
@@ -65,33 +65,37 @@ _SCHEMA = {
 }
 
 SURFACE = (
-    Setting("greedy", _fixed()),
-    Setting("presence_penalty", _fixed(presence_penalty=1.5)),
-    Setting("frequency_penalty", _fixed(frequency_penalty=1.2)),
-    Setting("repetition_penalty", _fixed(repetition_penalty=1.3)),
-    Setting(
+    SurfaceSetting("greedy", _fixed()),
+    SurfaceSetting("presence_penalty", _fixed(presence_penalty=1.5)),
+    SurfaceSetting("frequency_penalty", _fixed(frequency_penalty=1.2)),
+    SurfaceSetting("repetition_penalty", _fixed(repetition_penalty=1.3)),
+    SurfaceSetting(
         "all penalties", _fixed(presence_penalty=0.7, frequency_penalty=0.6, repetition_penalty=1.1)
     ),
-    Setting("min_tokens", _fixed(min_tokens=30, logit_bias={"2": 100.0}, ignore_eos=False)),
-    Setting("logit_bias", _fixed(logit_bias={"70": 4.0, "71": -4.0})),
-    Setting("allowed_token_ids", _fixed(allowed_token_ids=list(range(60, 400)))),
-    Setting("EOS", _fixed(ignore_eos=False)),
-    Setting("stop string", _stop_string),
-    Setting("stop token", _stop_token),
-    Setting("bad words", _bad_words),
-    Setting("repetition detection", _repetition),
-    Setting("json", _fixed(structured_outputs={"json": _SCHEMA})),
-    Setting("regex", _fixed(structured_outputs={"regex": r"([a-z]{2,6}-){3,12}[0-9]+"})),
-    Setting(
+    SurfaceSetting("min_tokens", _fixed(min_tokens=30, logit_bias={"2": 100.0}, ignore_eos=False)),
+    SurfaceSetting("logit_bias", _fixed(logit_bias={"70": 4.0, "71": -4.0})),
+    SurfaceSetting("allowed_token_ids", _fixed(allowed_token_ids=list(range(60, 400)))),
+    SurfaceSetting("EOS", _fixed(ignore_eos=False)),
+    SurfaceSetting("stop string", _stop_string),
+    SurfaceSetting("stop token", _stop_token),
+    SurfaceSetting("bad words", _bad_words),
+    SurfaceSetting("repetition detection", _repetition),
+    SurfaceSetting("json", _fixed(structured_outputs={"json": _SCHEMA})),
+    SurfaceSetting("regex", _fixed(structured_outputs={"regex": r"([a-z]{2,6}-){3,12}[0-9]+"})),
+    SurfaceSetting(
         "choice",
         _fixed(
             structured_outputs={"choice": ["alpha beta gamma delta", "alpha beta gamma epsilon"]}
         ),
     ),
-    Setting("characters of several tokens", _fixed(structured_outputs={"regex": "[äöü€]{40}"})),
-    Setting("thinking budget", _thinking, ends_prompt=(THINK_ID,)),
-    Setting("thinking budget, penalised", _thinking_penalised, ends_prompt=(THINK_ID,)),
-    Setting("json, penalised", _fixed(structured_outputs={"json": _SCHEMA}, frequency_penalty=0.8)),
+    SurfaceSetting(
+        "characters of several tokens", _fixed(structured_outputs={"regex": "[äöü€]{40}"})
+    ),
+    SurfaceSetting("thinking budget", _thinking, ends_prompt=(THINK_ID,)),
+    SurfaceSetting("thinking budget, penalised", _thinking_penalised, ends_prompt=(THINK_ID,)),
+    SurfaceSetting(
+        "json, penalised", _fixed(structured_outputs={"json": _SCHEMA}, frequency_penalty=0.8)
+    ),
 )
 
 LORA_SURFACE = tuple(

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.multiplex.arms import Arm
-from benchmarks.multiplex.rounds import Bench
+from benchmarks.multiplex.arms import MultiplexArm
+from benchmarks.multiplex.rounds import MultiplexBench
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.processes import Processes
@@ -32,7 +32,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of the large job, in each arm")
     parser.add_argument("--rounds", type=int, default=1, help="of all arms, interleaved")
     parser.add_argument(
-        "--arms", nargs="+", type=Arm, choices=list(Arm), default=list(Arm), help="which of them"
+        "--arms",
+        nargs="+",
+        type=MultiplexArm,
+        choices=list(MultiplexArm),
+        default=list(MultiplexArm),
+        help="which of them",
     )
     parser.add_argument("--trace", type=Path, help="production's; else bursts of our generator")
     parser.add_argument("--cache", type=Path, help="where the warm policy is kept between runs")
@@ -48,7 +53,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError("benchmarks.multiplex needs Ray: install the extra 'ray'") from error
     trace = trace_of(given.trace, seed=_SEED)
-    arms = tuple(arm for arm in Arm if arm in given.arms)
+    arms = tuple(arm for arm in MultiplexArm if arm in given.arms)
     out = given.json.parent / f"{given.json.stem}.run"
     cache = given.cache or out / "cache"
     with run_directory(out, cache=cache) as paths, Processes(paths.logs) as processes:
@@ -64,7 +69,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-            bench = Bench(parts, trace, arms=arms, rounds=given.rounds, steps=given.steps)
+            bench = MultiplexBench(parts, trace, arms=arms, rounds=given.rounds, steps=given.steps)
             try:
                 return asyncio.run(bench.run())
             except BaseException:

@@ -21,7 +21,7 @@ TRAINING_NODE = NodeId("training-0")
 NODES = {PhaseKind.ROLLOUT: ROLLOUT_NODE, PhaseKind.TRAINING: TRAINING_NODE}
 
 
-class Arm(StrEnum):
+class MultiplexArm(StrEnum):
     SEQUENTIAL = "sequential"
     """One job after the other, each alone on both nodes."""
     MULTIPLEXED = "multiplexed"
@@ -36,15 +36,15 @@ class Arm(StrEnum):
 
 PREPARATION = "preparation"
 """An unmeasured step of each job: an engine's first requests are slower than all later ones."""
-PERMITTED = frozenset({Arm.MULTIPLEXED, Arm.SERVING, Arm.LEASED})
-BESIDE_PRODUCTION = (Arm.SERVING, Arm.LEASED)
+PERMITTED = frozenset({MultiplexArm.MULTIPLEXED, MultiplexArm.SERVING, MultiplexArm.LEASED})
+BESIDE_PRODUCTION = (MultiplexArm.SERVING, MultiplexArm.LEASED)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One arm of one round, or the preparation."""
 
-    arm: Arm | None
+    arm: MultiplexArm | None
     round: int = 0
 
     @property
@@ -58,10 +58,10 @@ class Run:
     @property
     def leases(self) -> bool:
         """True in the preparation too: an untried guest would learn one token at a time."""
-        return self.arm in (None, Arm.LEASED)
+        return self.arm in (None, MultiplexArm.LEASED)
 
 
-def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
+def runs(arms: tuple[MultiplexArm, ...], rounds: int) -> tuple[Run, ...]:
     return tuple(Run(arm, number) for arm, number in interleaved(arms, rounds))
 
 

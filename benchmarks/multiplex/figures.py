@@ -7,7 +7,7 @@ from math import hypot
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.multiplex.arms import Arm
+from benchmarks.multiplex.arms import MultiplexArm
 from benchmarks.multiplex.lease_figures import lease_figures
 from benchmarks.multiplex.outcomes import (
     ArmDone,
@@ -30,7 +30,7 @@ from scheduler.model import PhaseKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MultiplexFacts:
     steps: int
     cores: int
     engine_cold_s: float
@@ -38,7 +38,7 @@ class Facts:
 
 def figures(
     done: Done,
-    facts: Facts,
+    facts: MultiplexFacts,
     served: Sequence[ServingFigures] = (),
     requests: Sequence[ProductionRequest] = (),
 ) -> dict[str, Any]:
@@ -48,21 +48,21 @@ def figures(
     """
     rounds = rounds_of(done)
     ratios = {
-        arm.value: each_round(rounds, partial(over, arm=arm, ours=Arm.MULTIPLEXED))
-        for arm in (Arm.SEQUENTIAL, Arm.NAIVE)
+        arm.value: each_round(rounds, partial(over, arm=arm, ours=MultiplexArm.MULTIPLEXED))
+        for arm in (MultiplexArm.SEQUENTIAL, MultiplexArm.NAIVE)
     }
     result = {
         "makespan_ratio": medians(ratios),
         "spread": spread(ratios),
         **_starts(done, facts),
-        **_rewards(rounds, Arm.MULTIPLEXED),
+        **_rewards(rounds, MultiplexArm.MULTIPLEXED),
         **named_median("over_bound", each_round(rounds, _over_bound)),
     }
-    if of_arm(done, Arm.LEASED):
+    if of_arm(done, MultiplexArm.LEASED):
         lease = lease_figures(done, served, requests)
-        result["lease"] = lease | _rewards(rounds, Arm.LEASED)
+        result["lease"] = lease | _rewards(rounds, MultiplexArm.LEASED)
     return result | {
-        "arms": {arm.value: _arm(of_arm(done, arm)) for arm in Arm if of_arm(done, arm)},
+        "arms": {arm.value: _arm(of_arm(done, arm)) for arm in MultiplexArm if of_arm(done, arm)},
         "facts": {
             "steps": facts.steps,
             "cores": facts.cores,
@@ -88,29 +88,29 @@ def reward_gap_se(ours: StepDone, alone: StepDone) -> float:
 
 
 def _over_bound(of: Round) -> float | None:
-    if not {Arm.SEQUENTIAL, Arm.MULTIPLEXED} <= of.keys():
+    if not {MultiplexArm.SEQUENTIAL, MultiplexArm.MULTIPLEXED} <= of.keys():
         return None
-    return of[Arm.MULTIPLEXED].makespan_s / bound_s(of[Arm.SEQUENTIAL])
+    return of[MultiplexArm.MULTIPLEXED].makespan_s / bound_s(of[MultiplexArm.SEQUENTIAL])
 
 
-def _rewards(rounds: Sequence[Round], arm: Arm) -> dict[str, Any]:
+def _rewards(rounds: Sequence[Round], arm: MultiplexArm) -> dict[str, Any]:
     """Reward gaps against the same job alone; for each job that of the round with the largest."""
     gaps: dict[str, float] = {}
     for of in rounds:
-        if not {arm, Arm.SEQUENTIAL} <= of.keys():
+        if not {arm, MultiplexArm.SEQUENTIAL} <= of.keys():
             continue
         for name, job in of[arm].jobs.items():
-            gap = reward_gap_se(job.steps[-1], of[Arm.SEQUENTIAL].jobs[name].steps[-1])
+            gap = reward_gap_se(job.steps[-1], of[MultiplexArm.SEQUENTIAL].jobs[name].steps[-1])
             gaps[name] = max(gap, gaps.get(name, 0.0), key=abs)
     if not gaps:
         return {}
     return {"reward_gap_se": max(gaps.values(), key=abs), "reward_gaps_se": gaps}
 
 
-def _starts(done: Done, facts: Facts) -> dict[str, Any]:
+def _starts(done: Done, facts: MultiplexFacts) -> dict[str, Any]:
     """Cold: of trainers that were loaded one at a time, where there are such."""
-    loaded = of_arm(done, Arm.SEQUENTIAL) or of_arm(done, Arm.MULTIPLEXED)
-    ours = [job for each in of_arm(done, Arm.MULTIPLEXED) for job in each.jobs.values()]
+    loaded = of_arm(done, MultiplexArm.SEQUENTIAL) or of_arm(done, MultiplexArm.MULTIPLEXED)
+    ours = [job for each in of_arm(done, MultiplexArm.MULTIPLEXED) for job in each.jobs.values()]
     if not ours:
         return {}
     loads_s = [job.load_s for each in loaded for job in each.jobs.values()]

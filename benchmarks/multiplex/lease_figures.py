@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.multiplex.arms import BESIDE_PRODUCTION, Arm
+from benchmarks.multiplex.arms import BESIDE_PRODUCTION, MultiplexArm
 from benchmarks.multiplex.outcomes import (
     ArmDone,
     Done,
@@ -33,13 +33,13 @@ def lease_figures(
     """Ratios are of the others' makespans over the leased one's, medians over rounds."""
     rounds = rounds_of(done)
     ratios = {
-        arm.value: each_round(rounds, partial(over, arm=arm, ours=Arm.LEASED))
-        for arm in Arm
-        if arm is not Arm.LEASED
+        arm.value: each_round(rounds, partial(over, arm=arm, ours=MultiplexArm.LEASED))
+        for arm in MultiplexArm
+        if arm is not MultiplexArm.LEASED
     }
-    busy_ratio = _busy_ratio([each for each in served if each.run.arm is Arm.LEASED])
+    busy_ratio = _busy_ratio([each for each in served if each.run.arm is MultiplexArm.LEASED])
     over_bound = each_round(rounds, partial(_over_bound, production_busy_ratio=busy_ratio))
-    jobs = [job for arm in of_arm(done, Arm.LEASED) for job in arm.jobs.values()]
+    jobs = [job for arm in of_arm(done, MultiplexArm.LEASED) for job in arm.jobs.values()]
     tokens = sum(step.rollout_tokens for job in jobs for step in job.steps)
     leased = sum(_leased_tokens(step) for job in jobs for step in job.steps)
     return {
@@ -58,10 +58,10 @@ def bound_s(alone: ArmDone, *, production_busy_ratio: float) -> float:
 
 
 def _over_bound(of: Round, *, production_busy_ratio: float) -> float | None:
-    if not {Arm.SEQUENTIAL, Arm.LEASED} <= of.keys():
+    if not {MultiplexArm.SEQUENTIAL, MultiplexArm.LEASED} <= of.keys():
         return None
-    bound = bound_s(of[Arm.SEQUENTIAL], production_busy_ratio=production_busy_ratio)
-    return of[Arm.LEASED].makespan_s / bound
+    bound = bound_s(of[MultiplexArm.SEQUENTIAL], production_busy_ratio=production_busy_ratio)
+    return of[MultiplexArm.LEASED].makespan_s / bound
 
 
 def _production(
@@ -72,7 +72,7 @@ def _production(
     The SLO is the one that production attains without the lease, trainers beside it.
     """
     given = arms_of(requests, BESIDE_PRODUCTION)
-    control, leased = given[Arm.SERVING], given[Arm.LEASED]
+    control, leased = given[MultiplexArm.SERVING], given[MultiplexArm.LEASED]
     if not control.shared or not leased.shared:
         return {}
     slo = choose_slo(control.shared)

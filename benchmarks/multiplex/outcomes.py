@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.multiplex.arms import Arm, Run
+from benchmarks.multiplex.arms import MultiplexArm, Run
 from examples.grpo.events import StepDone
 
 
@@ -44,7 +44,7 @@ class ArmDone:
 
 
 Done = Mapping[Run, ArmDone]
-Round = Mapping[Arm, ArmDone]
+Round = Mapping[MultiplexArm, ArmDone]
 
 
 def training_s(step: StepDone) -> float:
@@ -53,18 +53,18 @@ def training_s(step: StepDone) -> float:
 
 
 def rounds_of(done: Done) -> tuple[Round, ...]:
-    rounds: dict[int, dict[Arm, ArmDone]] = {}
+    rounds: dict[int, dict[MultiplexArm, ArmDone]] = {}
     for run, each in done.items():
         if run.arm is not None:
             rounds.setdefault(run.round, {})[run.arm] = each
     return tuple(rounds.values())
 
 
-def of_arm(done: Done, arm: Arm) -> tuple[ArmDone, ...]:
+def of_arm(done: Done, arm: MultiplexArm) -> tuple[ArmDone, ...]:
     return tuple(each for run, each in done.items() if run.arm is arm)
 
 
-def over(of: Round, *, arm: Arm, ours: Arm) -> float | None:
+def over(of: Round, *, arm: MultiplexArm, ours: MultiplexArm) -> float | None:
     """One arm's makespan over another's of the same round; None where either was not run."""
     return of[arm].makespan_s / of[ours].makespan_s if {arm, ours} <= of.keys() else None
 

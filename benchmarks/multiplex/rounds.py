@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.multiplex.arms import BESIDE_PRODUCTION, JOBS, Arm, JobShape, Run, runs
-from benchmarks.multiplex.figures import Facts, figures
+from benchmarks.multiplex.arms import BESIDE_PRODUCTION, JOBS, JobShape, MultiplexArm, Run, runs
+from benchmarks.multiplex.figures import MultiplexFacts, figures
 from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.rollout_node import RolloutNode
 from benchmarks.multiplex.serving_node import ServingNode
@@ -34,9 +34,9 @@ _PREPARATION = Run(None)
 _PORTS = 2 * len(JOBS) + 3
 
 
-class Bench:
+class MultiplexBench:
     def __init__(
-        self, parts: Parts, trace: Trace, *, arms: tuple[Arm, ...], rounds: int, steps: int
+        self, parts: Parts, trace: Trace, *, arms: tuple[MultiplexArm, ...], rounds: int, steps: int
     ) -> None:
         self.done: dict[Run, ArmDone] = {}
         self._parts = parts
@@ -67,7 +67,9 @@ class Bench:
                 await self._serving.answers(session, self._on_progress)
             on_ray.start_control(ControlSettings(journal=self._parts.paths.logs))
             await run_with_watchdog(self._parts.one_dies(), self._rounds())
-        facts = Facts(steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s)
+        facts = MultiplexFacts(
+            steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s
+        )
         if self._serving is None:
             return figures(self.done, facts)
         return figures(self.done, facts, self._serving.served, self._serving.requests)
@@ -93,7 +95,7 @@ class Bench:
             await job.close()
 
     async def _measured(self, run: Run) -> ArmDone:
-        if run.arm is Arm.SEQUENTIAL:
+        if run.arm is MultiplexArm.SEQUENTIAL:
             return await self._alone(run)
         running = await asyncio.gather(
             *(self._loaded(shape, run, steps=shape.steps(self._steps)) for shape in _STARTED)

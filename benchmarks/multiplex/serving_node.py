@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from benchmarks.multiplex.arms import SERVING_CORE, Arm, Run
+from benchmarks.multiplex.arms import SERVING_CORE, MultiplexArm, Run
 from benchmarks.multiplex.rollout_node import CONCURRENCY
 from benchmarks.testbed.calibration import MeasuredReplay, measured_ratio, rate_for
 from benchmarks.testbed.excerpt import Excerpt, TokenScale, excerpts_of
@@ -98,7 +98,7 @@ class ServingNode:
         excerpt = self._excerpted(_FIRST_RATE, _REPLAY_S).evenly()
         start_s, busy_s = self._clock.now(), self._pulse_now().busy_s_total
         quiet = replace(self._client, record=seen.append)
-        await quiet.replay(excerpt.arrivals, arm=Arm.SERVING, block=-1, start_s=start_s)
+        await quiet.replay(excerpt.arrivals, arm=MultiplexArm.SERVING, block=-1, start_s=start_s)
         await asyncio.sleep(_PULSE_S)
         pulse, seconds = self._pulse_now(), self._clock.now() - start_s
         replayed = MeasuredReplay(
@@ -142,13 +142,13 @@ class ServingNode:
         self.served.append(
             ServingFigures(run=run, seconds=seconds, production_busy_s=busy_s, guest_tokens=tokens)
         )
-        if run.arm is Arm.SERVING:
+        if run.arm is MultiplexArm.SERVING:
             self._promise_what_stands_without_lease()
 
     def _promise_what_stands_without_lease(self) -> None:
         """Sets the SLO that production attains without a lease: trainers on its core slow it, which
         is not the guest's fault, so the agent must not stop for it."""
-        seen = [each for each in self.requests if each.arm == Arm.SERVING]
+        seen = [each for each in self.requests if each.arm == MultiplexArm.SERVING]
         if seen:
             self.slot.instruct(self.slot.policy(choose_slo(seen).level))
 

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.pulse.figures import ARMS, Figures, PulseArm
 from benchmarks.pulse.observer import SLOT, observed
 from benchmarks.pulse.probe import scraped
 from benchmarks.testbed.bursts import trace_of
@@ -50,10 +50,10 @@ _SETTLE_S = 1.5
 """vLLM's workers spin for a second after their last step, on the other's core."""
 _BUSY = 0.5
 _ENGINE = {
-    Arm.STOCK: "stock",
-    Arm.TWIN: "twin",
-    Arm.METRICS: "stock",
-    Arm.PULSE: "pulse",
+    PulseArm.STOCK: "stock",
+    PulseArm.TWIN: "twin",
+    PulseArm.METRICS: "stock",
+    PulseArm.PULSE: "pulse",
 }
 _SCRAPES_S = 2.0
 """Time before the first scrape, in s: the process that makes it has to start."""
@@ -85,12 +85,12 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         Processes(paths.logs) as processes,
     ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-        bench = Bench(parts, trace, given.rounds, given.seed, hardware, given.observed)
+        bench = PulseBench(parts, trace, given.rounds, given.seed, hardware, given.observed)
         return asyncio.run(bench.run())
 
 
 @dataclass(slots=True)
-class Bench:
+class PulseBench:
     parts: Parts
     trace: Trace
     rounds: int
@@ -189,7 +189,7 @@ class Bench:
             excerpt.sized(sizes)
             for excerpt in excerpts_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
-        arms = (Arm.STOCK, Arm.PULSE, Arm.TWIN) if self.observed else ARMS
+        arms = (PulseArm.STOCK, PulseArm.PULSE, PulseArm.TWIN) if self.observed else ARMS
         for number, excerpt in enumerate(excerpts):
             for arm, _ in interleaved(arms, number + 1, first=number):
                 client = self.clients[_ENGINE[arm]]
@@ -209,13 +209,13 @@ class Bench:
             )
 
     @asynccontextmanager
-    async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:
-        if arm is Arm.PULSE and self.observed:
+    async def _level(self, arm: PulseArm, url: str) -> AsyncIterator[None]:
+        if arm is PulseArm.PULSE and self.observed:
             # On production's own core, where its time is production's.
             async with observed(self.parts, core=self.hardware.core(SERVING_CORE)):
                 yield
             return
-        if arm is not Arm.METRICS:
+        if arm is not PulseArm.METRICS:
             yield
             return
         async with scraped(url, self._scraped):

@@ -10,7 +10,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import arms_of
 
 
-class Arm(StrEnum):
+class PulseArm(StrEnum):
     STOCK = "stock"
     PULSE = "pulse"
     METRICS = "metrics"
@@ -18,16 +18,16 @@ class Arm(StrEnum):
     """A second server like the first: the noise floor, with what one process is unlike another."""
 
 
-ARMS = tuple(Arm)
-COMPARED = (Arm.PULSE, Arm.METRICS, Arm.TWIN)
+ARMS = tuple(PulseArm)
+COMPARED = (PulseArm.PULSE, PulseArm.METRICS, PulseArm.TWIN)
 
 
 @dataclass(slots=True)
 class Figures:
     requests: list[ProductionRequest] = field(default_factory=list)
-    closed: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    closed: dict[PulseArm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     """Requests per second of a closed loop, one value for each round."""
-    core_s: dict[Arm, list[dict[str, float]]] = field(
+    core_s: dict[PulseArm, list[dict[str, float]]] = field(
         default_factory=lambda: {arm: [] for arm in ARMS}
     )
     """Core seconds for the replayed requests of each round, by process and thread."""
@@ -40,23 +40,23 @@ class Figures:
             "failed": sum(request.failed for request in self.requests),
         }
         for arm in COMPARED:
-            found = latency_ratios(given[arm], given[Arm.STOCK])
+            found = latency_ratios(given[arm], given[PulseArm.STOCK])
             ratios: dict[str, Any] = {
                 name: {"ratio": ratio, "interval": found["intervals"][name]}
                 for name, ratio in found["ratios"].items()
             }
-            ratios["throughput"] = _by_round(self.closed[arm], self.closed[Arm.STOCK])
-            ratios["core_time"] = _by_round(self._core_s(arm), self._core_s(Arm.STOCK))
+            ratios["throughput"] = _by_round(self.closed[arm], self.closed[PulseArm.STOCK])
+            ratios["core_time"] = _by_round(self._core_s(arm), self._core_s(PulseArm.STOCK))
             result[arm] = ratios
         result["core_ms_per_request"] = {
             arm: self._core_ms(arm, requests=len(given[arm].shared)) for arm in ARMS
         }
         return result
 
-    def _core_s(self, arm: Arm) -> list[float]:
+    def _core_s(self, arm: PulseArm) -> list[float]:
         return [sum(spent.values()) for spent in self.core_s[arm]]
 
-    def _core_ms(self, arm: Arm, *, requests: int) -> dict[str, float]:
+    def _core_ms(self, arm: PulseArm, *, requests: int) -> dict[str, float]:
         """Core milliseconds per request, by process."""
         total: dict[str, float] = {}
         for spent in self.core_s[arm]:

@@ -49,7 +49,7 @@ _WARM_UP, _CYCLES = 4.0, 24.0
 _NO_LOG = np.zeros(0, dtype=EVENT)
 
 
-class Mix(msgspec.Struct, frozen=True, kw_only=True):
+class CheapestMix(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars of the cheapest mix, every job an hour of solo work."""
 
     without: float
@@ -145,9 +145,9 @@ def drawn(instance: int) -> list[SimulatedJob]:
     return [jobs[int(at)] for at in rng.choice(len(jobs), JOBS, replace=False)]
 
 
-def mix_of(instance: int) -> Mix:
+def mix_of(instance: int) -> CheapestMix:
     jobs = drawn(instance)
-    return Mix(
+    return CheapestMix(
         without=cheapest_mix(jobs),
         leased=tuple(cheapest_mix(jobs, headroom=headroom) for headroom in HEADROOMS),
     )
@@ -157,7 +157,7 @@ def bound_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
     """Cost without leases over cost with them, free, by headroom."""
     at_headrooms = "-".join(f"{headroom:g}" for headroom in HEADROOMS)
     mixes = [
-        pieces.kept(f"bound-{at}-at-{at_headrooms}", partial(mix_of, at), Mix)
+        pieces.kept(f"bound-{at}-at-{at_headrooms}", partial(mix_of, at), CheapestMix)
         for at in range(instances)
     ]
     workload = w1(0)

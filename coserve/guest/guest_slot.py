@@ -99,7 +99,7 @@ class _SeenPages:
 
     pages: tuple[Reading[Grant] | Reading[PulseHead], ...] = ()
     moment: ProductionMoment | None = None
-    """None if it is unknown, or not asked for yet."""
+    """Production's state; None if it is unknown, or not asked for yet."""
     decision: StepDecision | None = None
     """A step beside idle production without a rest: it may begin again while the load is as it
     was, since only a page can tell of an arrival."""

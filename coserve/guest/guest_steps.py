@@ -18,7 +18,7 @@ _PROBE_RATIO = 100.0
 _OWN_RATIO = 4.0
 """Longest own time of a preempted step, over its prediction: outliers of the model, as there."""
 _REST_MAX_S = 3600.0
-"""A stall is no step: error budget and proof account for its harm to production."""
+"""Bound on a rest after a stall, whose harm to production error budget and proof account for."""
 _CALIBRATIONS_NS = 1_000_000_000
 """Interval at which the published calibrations are recomputed."""
 _LATEST_STEPS = 32

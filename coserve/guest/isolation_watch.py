@@ -82,7 +82,7 @@ class IsolationWatch(threading.Thread):
             raise Unsupported("the guest does not know its processes yet")
         production = [pid for root in self._roots() for pid in family(root.pid)]
         if len(production) > MOST_PROCESSES:
-            raise Unsupported(f"production has more than {MOST_PROCESSES} processes")
+            raise Unsupported(f"isolation unknown: production has over {MOST_PROCESSES} processes")
         check_beside(self._isolation, guest=guest, production=production)
 
     def _roots(self) -> list[ProcessId]:

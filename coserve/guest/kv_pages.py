@@ -24,7 +24,7 @@ class Plane:
     address: int
     stride_bytes: int
     block_bytes: int
-    """At most the stride."""
+    """Size of a block; at most the stride."""
 
 
 @dataclass(frozen=True, slots=True)

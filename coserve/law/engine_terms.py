@@ -17,7 +17,7 @@ from harvester.contracts.page import Grant, ProductionModel, PulseHead, engine_o
 
 # A pulse beats every 100 ms, so requests of one step each are visible only at the end of a beat.
 UNSEEN_HOLD_NS = 300_000_000
-"""After a step for requests that no middleware saw, the engine counts as busy for this long."""
+"""An engine counts as busy for this long after a step for requests that no middleware saw."""
 
 
 class EngineTerms(msgspec.Struct):

@@ -188,8 +188,8 @@ class IdleStep(msgspec.Struct, frozen=True):
 
 
 def idle_step(waits: Phantom, grant: Grant, guest: GuestLoad) -> IdleStep:
-    """A step that any arrival may wait for, if most of its time is tokens; else the better of it
-    and a longer step with a rest. 0 tokens if neither fits."""
+    """A step beside idle production: the short step that any arrival may wait for, if it is mostly
+    tokens; otherwise the better of it and a longer step with a rest. 0 tokens if neither fits."""
     model, decodes, context = guest.step_time, guest.decodes, guest.context_tokens
 
     def within(budget_s: float) -> tuple[int, float]:

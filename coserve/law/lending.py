@@ -1,4 +1,4 @@
-"""The slack law's loan while production is idle, from isolation, prompts and step times.
+"""The slack law's loan while production is idle; apart from the gate, which never reads it.
 
 Touches no page and no clock. It decides nothing: the gate decides each step by the same functions.
 """

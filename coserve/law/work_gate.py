@@ -86,7 +86,7 @@ class WorkGate:
     def __init__(
         self, pages: PageDirectory, *, on_host: bool = False, clock: Clock | None = None
     ) -> None:
-        """With `on_host` a piece costs the CPU time of its threads, else its wall time, since the
+        """`on_host`: a piece costs the CPU time of its threads; else its wall time, since the
         accelerator is occupied meanwhile."""
         self._grant_page = pages.grant_reader()
         self._guest_page = pages.guest_reader()
@@ -129,7 +129,7 @@ class WorkGate:
             self._ended.set()
 
     def expect(self, kind: str, piece_s: float) -> None:
-        """Before the first piece of a kind was measured."""
+        """Sets the expected duration of a kind's pieces until the first one is measured."""
         self._paces.setdefault(kind, WorkPace(piece_s))
 
     @contextmanager

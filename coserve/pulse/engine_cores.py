@@ -20,7 +20,7 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step as the statistics logger reports it."""
 
     running: int | None
-    """None if this process got no scheduler statistics for the step."""
+    """Requests in the batch; None if this process got no scheduler statistics for the step."""
     kv_usage_ratio: float | None
     ttft_s: tuple[float, ...] = ()
     """Time from arrival to first token of each request that got its first token, as vLLM

@@ -34,7 +34,7 @@ class _Waiting(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class WaitingRequests:
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    """In order of arrival."""
+    """Waiting requests in order of arrival."""
     _bounds: list[tuple[int, int]] = field(default_factory=list)
     """Heap of the waiting requests' prompts, the largest first, and their keys; with some that wait
     no more. A pulse is made at every event, and thousands may wait."""

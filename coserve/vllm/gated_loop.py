@@ -18,7 +18,7 @@ class StepGate(Protocol):
     """The gated scheduler, as its loop sees it."""
 
     in_step: bool
-    """Within a step vLLM's `has_requests` asks whether a step is to be launched."""
+    """Whether vLLM's `has_requests` is called within a step, to ask for a launch."""
 
     def admits(self) -> bool:
         """Decides whether a step may be launched now. The decision holds for one `schedule`."""

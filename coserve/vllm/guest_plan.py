@@ -40,7 +40,7 @@ class GuestSettings:
     gpus: tuple[Gpu, ...] = ()
     """GPUs of the slot; empty is a guest on a CPU."""
     isolation: IsolationBackend | None = None
-    """None chooses the best backend that needs no consent."""
+    """Backend to use; None chooses the best one that needs no consent."""
     mps: MpsShare | None = None
     """Consent to MPS."""
     shared_kv: str = ""
@@ -65,7 +65,7 @@ class GuestPlan:
     isolation: Isolation
     memory: MemoryPlacement
     gpu: GpuShare | None
-    """None for a CPU engine."""
+    """The guest's share of its GPUs; None for a CPU engine."""
     kv_cache_gib: int
     """KV of a CPU engine, in GiB."""
 

@@ -98,9 +98,8 @@ def acquire_launch_lock(environment: SlotEnvironment, platform: Any, *, workers:
 def pace(runner: Any, gate: WorkGate, synchronize: Callable[[], None]) -> None:
     """Make each dummy pass of the runner's class wait for the gate, until `end`.
 
-    The first pass waits as the others and is not measured: vLLM compiles the model in it, for a
-    minute of the host's time that no later pass takes, and after a minute the next one would wait
-    for twenty.
+    The first pass waits too but is not measured, because vLLM compiles the model in it for about a
+    minute. Counted, that minute would delay the next pass by twenty.
     """
     if "pace" in _ends:
         return

@@ -25,8 +25,8 @@ SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
 AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"
 
 GUEST_UTILIZATION = "0.01"
-"""With a fixed KV size, vLLM only checks that this share of the whole GPU is free at the start:
-production has taken its nine tenths already."""
+"""Share of the whole GPU of which vLLM, given a fixed KV size, only checks that it is free at the
+start: production has taken its nine tenths already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class EngineSpec:
     kv_cache_gib: int = 1
     """KV cache of a CPU engine."""
     gpu: GpuShare | GpuOwner | None = None
-    """None for a CPU engine."""
+    """The engine's GPUs and its share of them; None for a CPU engine."""
     extra_arguments: tuple[str, ...] = ()
 
 
@@ -199,8 +199,8 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def _whole_prompts(spec: EngineSpec) -> tuple[str, ...]:
-    """On a CPU no prompt is cut into steps: behind each but the last vLLM rewinds a seeded
-    generator, which CPU generators cannot do, and the engine dies."""
+    """Flags for whole prompts on a CPU: vLLM rewinds a seeded generator behind each step but a
+    prompt's last, which CPU generators cannot do, and the engine dies."""
     if spec.gpu is not None:
         return ()
     step_tokens = max(_CPU_STEP_TOKENS, spec.max_model_len)

@@ -51,7 +51,7 @@ class PrefixKeeper:
         if hits:
             self._waiting[request.request_id] = trajectory, hits * self._tokens_per_block
         else:
-            # Another version's, or a context that does not go on from it.
+            # The kept prefix has another weight version, or the new context does not extend it.
             self._count_dropped(trajectory)
 
     def stepped(

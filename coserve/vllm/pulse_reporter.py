@@ -139,7 +139,7 @@ def _remote_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def shape_line(vllm_config: Any) -> str:
-    """For example `Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3`.
+    """Text such as `Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3`.
 
     Read in production's front end, which must not touch a GPU and where no error may surface:
     unreadable parts are left out.

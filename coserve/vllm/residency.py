@@ -1,7 +1,7 @@
 """Offloads a sleeping guest's weights from its GPU to host memory, by vLLM's own sleep mode.
 
     asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
-    awake    weights are copied back and KV is mapped anew before the first step
+    awake    weights are copied back and KV is mapped again before the first step
 
 On a CPU, or with sleep mode off, a sleeping guest keeps its weights: there is no other memory for
 them. For a version that arrives meanwhile the weights alone are woken, written, verified, and put
@@ -77,7 +77,7 @@ class GuestResidency:
 def residency(
     vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool
 ) -> GuestResidency | None:
-    """None if a guest keeps its weights while asleep. Raises ConfigError, Unsupported."""
+    """Residency, or None if weights stay while asleep. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
     check(vllm, shared_kv=shared_kv)

@@ -1,4 +1,4 @@
-"""vLLM's state of thinking budgets in rollout engines: exact over moves, and its request's only."""
+"""Repairs vLLM's state of thinking budgets; apart, as one file for each patched part of vLLM."""
 
 from dataclasses import replace
 from operator import attrgetter

@@ -84,7 +84,7 @@ class Waker(threading.Thread):
             self._sleep((rung, *written), grant_only=True)
 
     def _watch(self) -> None:
-        """Until the loop must wake up."""
+        """Watches the pages until the loop must wake up."""
         while not self._stopped.is_set():
             grant_only, looked_ns = self._slot.last.closed_by_grant, monotonic_ns()
             # Read before the decision, so that a write in between ends the sleep at once.

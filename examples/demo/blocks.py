@@ -13,7 +13,7 @@ from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.gateway_admin import GatewayAdmin
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.slot import GUEST
-from examples.demo.records import Arm, ArmBlock, EngineGap, Record, TrainingStep
+from examples.demo.records import ArmBlock, DemoArm, EngineGap, Record, TrainingStep
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
@@ -60,7 +60,7 @@ class BlockRunner:
     stack: Stack
     gateway: GatewayAdmin
     client: ProductionClient
-    trainers: dict[Arm, TrainerLink]
+    trainers: dict[DemoArm, TrainerLink]
     watch: SlotWatch
     clock: Clock
     record: Callable[[Record], None]
@@ -68,35 +68,35 @@ class BlockRunner:
     prompts: int
     """Prompts of each training step."""
 
-    async def run(self, arm: Arm, index: int, excerpt: Excerpt, plan: BlockPlan) -> None:
+    async def run(self, arm: DemoArm, index: int, excerpt: Excerpt, plan: BlockPlan) -> None:
         """One measured block."""
         async with self.replaying(arm, index, excerpt):
-            if arm is Arm.SERVING_ONLY:
+            if arm is DemoArm.SERVING_ONLY:
                 await asyncio.sleep(plan.serving_s)
             else:
                 for _ in range(plan.steps):
                     await self.step(arm, index)
 
-    async def serve(self, arm: Arm) -> None:
+    async def serve(self, arm: DemoArm) -> None:
         """Prepare an arm: its job on every engine, and no lease left where it does not harvest.
 
         A harvesting job takes its lease when its turns queue, inside its first step.
         """
-        harvesting = arm is Arm.HARVEST
+        harvesting = arm is DemoArm.HARVEST
         if arm in JOBS:
             await self.gateway.activate(JOBS[arm])
-        await self.gateway.harvesting(JOBS[Arm.HARVEST], enabled=harvesting)
+        await self.gateway.harvesting(JOBS[DemoArm.HARVEST], enabled=harvesting)
         if not harvesting and not await self.gateway.guest_gone(GUEST, timeout_s=_LEASE_S):
             raise ConfigError("the guest still serves a job that gave its lease back")
 
-    async def step(self, arm: Arm, index: int) -> float:
+    async def step(self, arm: DemoArm, index: int) -> float:
         """Does one training step; returns its duration in s."""
         done = await self.trainers[arm].step(self.prompts)
         self.record(training_step(done, arm, index))
         return done.step_s
 
     @asynccontextmanager
-    async def replaying(self, arm: Arm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
+    async def replaying(self, arm: DemoArm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
         """Production's replay around a block; requests that were sent are waited for."""
         await self.serve(arm)
         self.watch.arm, self.watch.block = arm, index
@@ -129,7 +129,7 @@ class BlockRunner:
         )
 
 
-def training_step(done: StepDone, arm: Arm, block: int) -> TrainingStep:
+def training_step(done: StepDone, arm: DemoArm, block: int) -> TrainingStep:
     return TrainingStep(
         arm=arm,
         block=block,

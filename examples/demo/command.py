@@ -20,9 +20,9 @@ from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.serving_figures import arms_of
 from benchmarks.testbed.slot import GUEST
 from examples.demo.blocks import BlockPlan
-from examples.demo.records import Arm, Record, TrainingStep
+from examples.demo.records import DemoArm, Record, TrainingStep
 from examples.demo.report import write_report
-from examples.demo.result import Facts, as_json, level_of, result_of
+from examples.demo.result import DemoFacts, as_json, level_of, result_of
 from examples.demo.session import (
     Outcome,
     Recorder,
@@ -99,11 +99,11 @@ def _progress(record: Record, on_progress: Callable[[str], None]) -> None:
         on_progress(step_line(record, guests=frozenset({GUEST})))
 
 
-def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
+def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> DemoFacts:
     excerpts, status = outcome.excerpts, outcome.gateway
-    level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)], Arm))
+    level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)], DemoArm))
     first_s = outcome.first_harvested_token_s
-    return Facts(
+    return DemoFacts(
         trace=excerpts[0].trace,
         scale=excerpts[0].speed,
         scaling={

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from benchmarks.testbed.serving_figures import ratio
-from examples.demo.records import Arm, TrainingStep
+from examples.demo.records import DemoArm, TrainingStep
 from examples.demo.schema import OnPolicy, TrajectoryCounts, Weights
 
 REWARD_STEPS = 3
@@ -110,7 +110,7 @@ class Comparison:
         return None if distance is None else abs(distance)
 
 
-def job_of(steps: Sequence[TrainingStep], arm: Arm) -> JobRun:
+def job_of(steps: Sequence[TrainingStep], arm: DemoArm) -> JobRun:
     measured = (s for s in steps if s.arm == arm and s.block >= 0)
     return JobRun(steps=tuple(sorted(measured, key=lambda s: s.step)))
 
@@ -136,7 +136,7 @@ def on_policy_of(steps: Sequence[TrainingStep], *, guests: Collection[str]) -> O
     """
     harvested, expected, compared_tokens = 0.0, 0.0, 0
     for step in steps:
-        if step.arm is not Arm.HARVEST:
+        if step.arm is not DemoArm.HARVEST:
             continue
         guest_sum, guest_tokens = _gap(step, guests, harvested=True)
         dedicated_sum, dedicated_tokens = _gap(step, guests, harvested=False)

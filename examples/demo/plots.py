@@ -10,21 +10,25 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from examples.demo.records import Arm, Record, TrainingStep
+from examples.demo.records import DemoArm, Record, TrainingStep
 from examples.demo.schema import Result
 from examples.demo.series import LatencySeries, axis_of, grant_series, itl_series, ttft_series
 from examples.demo.wording import ARM_TITLES, size
 from scheduler.report_page import LIMIT, SOFT, WIDTH, Markup, chart, svg
 
-ARM_COLOURS = {Arm.SERVING_ONLY: "#4b5563", Arm.FIXED: "#0b62a8", Arm.HARVEST: "#b8480a"}
+ARM_COLOURS = {
+    DemoArm.SERVING_ONLY: "#4b5563",
+    DemoArm.FIXED: "#0b62a8",
+    DemoArm.HARVEST: "#b8480a",
+}
 _PHASES = {"rollout": 1.0, "train": 0.62, "publish and switch": 0.34}
 
 
 def production_latency(records: Sequence[Record], result: Result) -> Markup:
     """TTFT above, ITL below, one column per arm, all columns on one scale."""
     with chart(5.0) as figure:
-        axes = figure.subplots(2, len(Arm), sharey="row", squeeze=False)
-        for column, arm in enumerate(Arm):
+        axes = figure.subplots(2, len(DemoArm), sharey="row", squeeze=False)
+        for column, arm in enumerate(DemoArm):
             seams_s = axis_of(records, arm).seams_s
             ttft, itl = ttft_series(records, arm), itl_series(records, arm)
             axes[0][column].set_title(ARM_TITLES[arm])
@@ -42,7 +46,7 @@ def grant_and_rollouts(records: Sequence[Record]) -> Markup:
     """Production's load, the grants, and the guest's use of them, per second."""
     with chart(5.8) as figure:
         series = grant_series(records)
-        colour = ARM_COLOURS[Arm.HARVEST]
+        colour = ARM_COLOURS[DemoArm.HARVEST]
         panels = (
             ("Production's requests in flight", "requests", series.in_flight, "#9ca3af"),
             ("Time that the gate was open", "%", 100 * series.open_share, "#94a3b8"),
@@ -55,7 +59,7 @@ def grant_and_rollouts(records: Sequence[Record]) -> Markup:
             axes.fill_between(second, values, step="mid", color=fill, linewidth=0)
             axes.set(title=title, ylabel=unit)
             axes.set_ylim(bottom=0)
-            _seams(axes, axis_of(records, Arm.HARVEST).seams_s)
+            _seams(axes, axis_of(records, DemoArm.HARVEST).seams_s)
         column[-1].set_xlabel("seconds in the harvesting arm")
         return svg(figure, alt="Production load, grant and harvested rollout tokens over time")
 
@@ -64,7 +68,7 @@ def training_steps(records: Sequence[Record]) -> Markup:
     """Step times by phase, and rollout tokens per second by kind of engine."""
     with chart(3.6) as figure:
         times, speeds = figure.subplots(1, 2)
-        for place, arm in ((-0.19, Arm.FIXED), (0.19, Arm.HARVEST)):
+        for place, arm in ((-0.19, DemoArm.FIXED), (0.19, DemoArm.HARVEST)):
             steps = _steps(records, arm)
             number = np.array([s.step for s in steps], float)
             _phases(times, number + place, steps, arm)
@@ -86,7 +90,7 @@ def reward(records: Sequence[Record]) -> Markup:
     """Mean reward of each step with two standard errors, both jobs."""
     with chart(3.2, width=WIDTH / 2) as figure:
         axes = figure.subplots()
-        for arm in (Arm.FIXED, Arm.HARVEST):
+        for arm in (DemoArm.FIXED, DemoArm.HARVEST):
             steps = _steps(records, arm)
             number = np.array([s.step for s in steps], float)
             mean = np.array([s.reward_mean for s in steps])
@@ -106,7 +110,7 @@ def bytes_per_version(records: Sequence[Record]) -> Markup:
     """Bytes sent for each version, against the whole model."""
     with chart(3.2, width=WIDTH / 2) as figure:
         axes = figure.subplots()
-        for arm in (Arm.FIXED, Arm.HARVEST):
+        for arm in (DemoArm.FIXED, DemoArm.HARVEST):
             steps = [s for s in _steps(records, arm) if s.bytes_sent > 0]
             axes.plot(
                 [s.version for s in steps],
@@ -128,7 +132,7 @@ def bytes_per_version(records: Sequence[Record]) -> Markup:
 
 
 def _latency(
-    axes: Axes, series: LatencySeries, arm: Arm, slo_ms: float | None, seams_s: Sequence[float]
+    axes: Axes, series: LatencySeries, arm: DemoArm, slo_ms: float | None, seams_s: Sequence[float]
 ) -> None:
     second = np.arange(len(series.p50_s)) + 0.5
     colour = ARM_COLOURS[arm]
@@ -152,7 +156,7 @@ def _latency_keys() -> list[Line2D]:
     ]
 
 
-def _phases(axes: Axes, place: np.ndarray, steps: Sequence[TrainingStep], arm: Arm) -> None:
+def _phases(axes: Axes, place: np.ndarray, steps: Sequence[TrainingStep], arm: DemoArm) -> None:
     floor = np.zeros(len(steps))
     for phase, alpha in _PHASES.items():
         height = np.array([_phase_s(step, phase) for step in steps])
@@ -167,7 +171,7 @@ def _phase_s(step: TrainingStep, phase: str) -> float:
     return step.train_s if phase == "train" else step.publish_s + step.switch_s
 
 
-def _steps(records: Sequence[Record], arm: Arm | None) -> list[TrainingStep]:
+def _steps(records: Sequence[Record], arm: DemoArm | None) -> list[TrainingStep]:
     found = [
         r for r in records if isinstance(r, TrainingStep) and r.block >= 0 and arm in {None, r.arm}
     ]

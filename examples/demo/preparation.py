@@ -23,7 +23,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import choose_slo
 from benchmarks.testbed.trace import Trace
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan, BlockRunner
-from examples.demo.records import Arm
+from examples.demo.records import DemoArm
 from examples.demo.stack import Stack
 from examples.demo.watch import SlotWatch
 from harvester.contracts.clock import Clock
@@ -44,7 +44,7 @@ _PULSE_S = 1.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Preparation:
+class DemoPreparation:
     """Call its methods in the order of their definition."""
 
     stack: Stack
@@ -76,15 +76,15 @@ class Preparation:
     async def harvesting_step(self, runner: BlockRunner) -> None:
         """Beside production a guest that has never run would learn one token at a time."""
         nothing = replace(self._excerpt(_STEP_EXCERPT_S), arrivals=())
-        async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
-            await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
+        async with runner.replaying(DemoArm.HARVEST, WARM_UP_BLOCK, nothing):
+            await runner.step(DemoArm.HARVEST, WARM_UP_BLOCK)
 
     async def fixed_step(self, runner: BlockRunner) -> float:
         """Does one unmeasured step under production's load; returns its duration in s."""
         excerpt = self._excerpt(_STEP_EXCERPT_S)
-        async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, excerpt):
+        async with runner.replaying(DemoArm.FIXED, WARM_UP_BLOCK, excerpt):
             with self._learning(excerpt):
-                return await runner.step(Arm.FIXED, WARM_UP_BLOCK)
+                return await runner.step(DemoArm.FIXED, WARM_UP_BLOCK)
 
     async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Excerpt, ...]:
         """The excerpts for the measured blocks, one for each round."""
@@ -99,7 +99,7 @@ class Preparation:
         start_s = self.clock.now()
         with self._learning(excerpt):
             await quiet.replay(
-                excerpt.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
+                excerpt.arrivals, arm=DemoArm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
             )
             await asyncio.sleep(max(0.0, start_s + excerpt.duration_s - self.clock.now()))
         await asyncio.sleep(_PULSE_S)

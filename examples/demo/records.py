@@ -11,7 +11,7 @@ import msgspec
 from benchmarks.testbed.production_request import ProductionRequest
 
 
-class Arm(StrEnum):
+class DemoArm(StrEnum):
     SERVING_ONLY = "serving_only"
     FIXED = "fixed"
     HARVEST = "harvest"
@@ -20,7 +20,7 @@ class Arm(StrEnum):
 class ArmBlock(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     """One contiguous stretch of one arm; arms alternate in blocks."""
 
-    arm: Arm
+    arm: DemoArm
     index: int
     start_s: float
     end_s: float
@@ -31,7 +31,7 @@ class GrantSample(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """The contents of the slot's pages at one moment."""
 
     t_s: float
-    arm: Arm
+    arm: DemoArm
     block: int
     mode: str
     reason: str
@@ -54,7 +54,7 @@ class EngineGap(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One step of the RL job."""
 
-    arm: Arm
+    arm: DemoArm
     block: int
     step: int
     end_s: float

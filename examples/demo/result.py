@@ -29,7 +29,7 @@ from examples.demo.job_figures import (
     trajectories_of,
     weights_of,
 )
-from examples.demo.records import Arm, ArmBlock, Record, TrainingStep
+from examples.demo.records import ArmBlock, DemoArm, Record, TrainingStep
 from examples.demo.schema import (
     Intervals,
     LatencyRatios,
@@ -41,7 +41,7 @@ from examples.demo.schema import (
 from harvester.contracts.errors import ConfigError
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class DemoFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a run outside the records. None if not measured."""
 
     trace: str
@@ -60,20 +60,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     seconds_to_first_harvested_token: float | None
 
 
-def result_of(records: Iterable[Record], facts: Facts) -> Result:
+def result_of(records: Iterable[Record], facts: DemoFacts) -> Result:
     """The whole result; also of a run that was cut short."""
     kept = tuple(records)
-    arms = arms_of([r for r in kept if isinstance(r, ProductionRequest)], Arm)
+    arms = arms_of([r for r in kept if isinstance(r, ProductionRequest)], DemoArm)
     serving = {
         arm: serving_of(given, ttft_slo_s=facts.ttft_slo_s, itl_slo_s=facts.itl_slo_s)
         for arm, given in arms.items()
     }
     steps = [r for r in kept if isinstance(r, TrainingStep)]
-    fixed, harvest = job_of(steps, Arm.FIXED), job_of(steps, Arm.HARVEST)
+    fixed, harvest = job_of(steps, DemoArm.FIXED), job_of(steps, DemoArm.HARVEST)
     both = compared(fixed, harvest)
-    alone = serving[Arm.SERVING_ONLY]
-    ratios, intervals = _over_alone(Arm.HARVEST, arms, serving)
-    fixed_ratios, fixed_intervals = _over_alone(Arm.FIXED, arms, serving)
+    alone = serving[DemoArm.SERVING_ONLY]
+    ratios, intervals = _over_alone(DemoArm.HARVEST, arms, serving)
+    fixed_ratios, fixed_intervals = _over_alone(DemoArm.FIXED, arms, serving)
     blocks = [r for r in kept if isinstance(r, ArmBlock)]
     busy = busy_share(blocks)
     result = Result(
@@ -82,8 +82,8 @@ def result_of(records: Iterable[Record], facts: Facts) -> Result:
         scaling=facts.scaling,
         slo=SloMs(ttft_ms=facts.ttft_slo_s * 1e3, itl_ms=facts.itl_slo_s * 1e3),
         serving_only=alone,
-        fixed=_with_job(serving[Arm.FIXED], fixed),
-        harvest=_with_job(serving[Arm.HARVEST], harvest),
+        fixed=_with_job(serving[DemoArm.FIXED], fixed),
+        harvest=_with_job(serving[DemoArm.HARVEST], harvest),
         production_busy_share=busy,
         nothing_in_flight_share={
             arm: share
@@ -122,7 +122,7 @@ def busy_share(blocks: Iterable[ArmBlock]) -> float | None:
     alone = [
         (block.production_busy_share, block.end_s - block.start_s)
         for block in blocks
-        if block.arm is Arm.SERVING_ONLY
+        if block.arm is DemoArm.SERVING_ONLY
         and block.index >= 0
         and block.production_busy_share is not None
     ]
@@ -130,7 +130,7 @@ def busy_share(blocks: Iterable[ArmBlock]) -> float | None:
 
 
 def nothing_in_flight_share(
-    blocks: Iterable[ArmBlock], arm: Arm, requests: ArmRequests
+    blocks: Iterable[ArmBlock], arm: DemoArm, requests: ArmRequests
 ) -> float | None:
     """Share of an arm's measured blocks without a request in flight."""
     own = [block for block in blocks if block.arm is arm and block.index >= 0]
@@ -146,11 +146,11 @@ def nothing_in_flight_share(
 
 
 def _over_alone(
-    arm: Arm, arms: Mapping[Arm, ArmRequests], serving: Mapping[Arm, Serving]
+    arm: DemoArm, arms: Mapping[DemoArm, ArmRequests], serving: Mapping[DemoArm, Serving]
 ) -> tuple[LatencyRatios, Intervals]:
     """Means are left out: over so few rounds their intervals are too narrow for rare long waits."""
-    found = latency_ratios(arms[arm], arms[Arm.SERVING_ONLY])
-    attained = ratio(serving[arm].slo_attainment, serving[Arm.SERVING_ONLY].slo_attainment)
+    found = latency_ratios(arms[arm], arms[DemoArm.SERVING_ONLY])
+    attained = ratio(serving[arm].slo_attainment, serving[DemoArm.SERVING_ONLY].slo_attainment)
     return (
         msgspec.convert(found["ratios"] | {"slo_attainment": attained}, LatencyRatios),
         msgspec.convert(found["intervals"], Intervals),
@@ -182,12 +182,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
+def level_of(arms: Mapping[DemoArm, ArmRequests]) -> ServiceLevel:
     """The SLO that production alone attains on the shared requests.
 
     Raises ConfigError if no request was replayed in every arm.
     """
-    shared = arms[Arm.SERVING_ONLY].shared
+    shared = arms[DemoArm.SERVING_ONLY].shared
     if not shared:
         raise ConfigError("no request of the trace came in every arm: use a longer or busier trace")
     return choose_slo(shared).level

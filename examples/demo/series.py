@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.testbed.production_request import ProductionRequest
-from examples.demo.records import Arm, ArmBlock, GrantSample, Record
+from examples.demo.records import ArmBlock, DemoArm, GrantSample, Record
 
 Series = NDArray[np.float64]
 
@@ -64,20 +64,20 @@ class GrantSeries:
     """Tokens per second of the guest."""
 
 
-def axis_of(records: Sequence[Record], arm: Arm) -> ArmAxis:
+def axis_of(records: Sequence[Record], arm: DemoArm) -> ArmAxis:
     """The measured blocks of `arm`."""
     blocks = (r for r in records if isinstance(r, ArmBlock) and r.arm == arm and r.index >= 0)
     return ArmAxis(tuple(sorted(blocks, key=lambda block: block.start_s)))
 
 
-def ttft_series(records: Sequence[Record], arm: Arm) -> LatencySeries:
+def ttft_series(records: Sequence[Record], arm: DemoArm) -> LatencySeries:
     """First-token latencies, by the second in which a request was due."""
     seen = [r for r in _requests(records, arm) if r.ttft_s is not None]
     moments = np.array([r.due_s for r in seen])
     return _latency(axis_of(records, arm), moments, np.array([r.ttft_s for r in seen], dtype=float))
 
 
-def itl_series(records: Sequence[Record], arm: Arm) -> LatencySeries:
+def itl_series(records: Sequence[Record], arm: DemoArm) -> LatencySeries:
     """Inter-token latencies, by the second in which a token came."""
     moments: list[Series] = [np.zeros(0)]
     values: list[Series] = [np.zeros(0)]
@@ -89,7 +89,7 @@ def itl_series(records: Sequence[Record], arm: Arm) -> LatencySeries:
     return _latency(axis_of(records, arm), np.concatenate(moments), np.concatenate(values))
 
 
-def grant_series(records: Sequence[Record], arm: Arm = Arm.HARVEST) -> GrantSeries:
+def grant_series(records: Sequence[Record], arm: DemoArm = DemoArm.HARVEST) -> GrantSeries:
     axis = axis_of(records, arm)
     seen = [r for r in records if isinstance(r, GrantSample) and r.arm == arm]
     seen.sort(key=lambda sample: sample.t_s)
@@ -107,7 +107,7 @@ def grant_series(records: Sequence[Record], arm: Arm = Arm.HARVEST) -> GrantSeri
     )
 
 
-def _requests(records: Sequence[Record], arm: Arm) -> list[ProductionRequest]:
+def _requests(records: Sequence[Record], arm: DemoArm) -> list[ProductionRequest]:
     return [
         r
         for r in records

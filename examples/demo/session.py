@@ -27,8 +27,8 @@ from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
 from benchmarks.testbed.slot import PRODUCTION
 from benchmarks.testbed.trace import Trace
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
-from examples.demo.preparation import PROMPTS, Preparation
-from examples.demo.records import Arm, Record
+from examples.demo.preparation import PROMPTS, DemoPreparation
+from examples.demo.records import DemoArm, Record
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
@@ -128,7 +128,7 @@ class Session:
             clock=self.clock,
             record=self._record,
         )
-        preparation = Preparation(
+        preparation = DemoPreparation(
             stack=self.stack, trace=self.trace, client=client, watch=self.watch, clock=self.clock
         )
         trainers, _ = await asyncio.gather(
@@ -184,12 +184,12 @@ class Session:
             if not another_fits(rounds_s, left_s=self.started_s + self.plan.within_s - began_s):
                 self.on_progress(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
                 return
-            for arm, _ in interleaved(tuple(Arm), index + 1, first=index):
+            for arm, _ in interleaved(tuple(DemoArm), index + 1, first=index):
                 self.on_progress(f"round {index + 1}: {arm}")
                 await runner.run(arm, index, excerpt, blocks)
                 await audit.run()
                 level = measured_level(self.recorder.records)
-                if arm is Arm.SERVING_ONLY and level is not None:
+                if arm is DemoArm.SERVING_ONLY and level is not None:
                     self.stack.promise(level)
             rounds_s.append(self.clock.now() - began_s)
             yield excerpt
@@ -198,7 +198,7 @@ class Session:
         self.recorder(record)
         self.progress(record)
 
-    async def _trainers(self) -> dict[Arm, TrainerLink]:
+    async def _trainers(self) -> dict[DemoArm, TrainerLink]:
         """Start both; each is ready once its first version serves on the dedicated engine."""
         await self.stack.warmed_up()
         links = {arm: TrainerLink(self.stack.start_trainer(arm)) for arm in JOBS}
@@ -219,7 +219,7 @@ def measured_level(records: Iterable[Record]) -> ServiceLevel | None:
         record
         for record in records
         if isinstance(record, ProductionRequest)
-        and record.arm is Arm.SERVING_ONLY
+        and record.arm is DemoArm.SERVING_ONLY
         and record.block >= 0
     ]
     return choose_slo(seen).level if seen else None

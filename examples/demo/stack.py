@@ -31,7 +31,7 @@ from benchmarks.testbed.slot import (
 )
 from coserve.vllm import launch
 from coserve.vllm.launch import HUGE_PAGES, STEADY_HEAP
-from examples.demo.records import Arm
+from examples.demo.records import DemoArm
 from examples.grpo.config import JobConfig
 from examples.grpo.warm_up import WarmUp
 from harvester.contracts.clock import MonotonicClock
@@ -40,7 +40,7 @@ ROLLOUT_NICE = 10
 TRAINER_NICE = 5
 DEDICATED = "dedicated-0"
 GATEWAY = "gateway"
-JOBS = {Arm.FIXED: "fixed", Arm.HARVEST: "harvest"}
+JOBS = {DemoArm.FIXED: "fixed", DemoArm.HARVEST: "harvest"}
 _POLL_S = 0.25
 _CHECKOUT = {
     "PYTHONPATH": os.pathsep.join(
@@ -82,7 +82,7 @@ class Stack:
                 self.slot.rollout_engine(DEDICATED, self._dedicated), weights=self.paths.weights
             ),
         )
-        config = self._trainer_config(Arm.FIXED)
+        config = self._trainer_config(DemoArm.FIXED)
         self._warm_up = self.parts.processes.start(
             "warm-up",
             _trainer_command(config, "--warm-only"),
@@ -118,7 +118,7 @@ class Stack:
         """Tell the agent production's SLO."""
         self.slot.instruct(self.slot.policy(level))
 
-    def start_trainer(self, arm: Arm) -> Child:
+    def start_trainer(self, arm: DemoArm) -> Child:
         name = f"trainer-{JOBS[arm]}"
         child = self.parts.processes.start(
             name,
@@ -158,7 +158,7 @@ class Stack:
             "journal_dir": str(self.paths.run / "gateway"),
         }
 
-    def _trainer_config(self, arm: Arm) -> Path:
+    def _trainer_config(self, arm: DemoArm) -> Path:
         config = JobConfig(
             job=JOBS[arm],
             gateway_url=self.gateway_url,

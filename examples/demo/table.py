@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.demo import wording
-from examples.demo.records import Arm, TrainingStep
+from examples.demo.records import DemoArm, TrainingStep
 from examples.demo.schema import Result
 
 
@@ -29,7 +29,7 @@ def step_line(step: TrainingStep, *, guests: frozenset[str]) -> str:
 def _figures(result: Result) -> Table:
     table = Table(title=Text(f"RoseMux demo: {result.trace}"), title_justify="left")
     table.add_column("")
-    for arm in Arm:
+    for arm in DemoArm:
         table.add_column(wording.ARM_TITLES[arm], justify="right")
     for row in wording.arm_rows(result):
         table.add_row(*row)
@@ -39,7 +39,7 @@ def _figures(result: Result) -> Table:
 def _ratios(result: Result) -> Table:
     table = Table(title="Production beside a job, over production alone", title_justify="left")
     table.add_column(f"95 % interval over rounds ({wording.MISSING}: too few rounds)")
-    for arm in (Arm.FIXED, Arm.HARVEST):
+    for arm in (DemoArm.FIXED, DemoArm.HARVEST):
         table.add_column(wording.ARM_TITLES[arm], justify="right")
     for row in wording.ratio_rows(result):
         table.add_row(*row)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from examples.demo.records import Arm, GrantSample
+from examples.demo.records import DemoArm, GrantSample
 from harvester.contracts.clock import Clock
 from harvester.contracts.page import Guest, PageDirectory, Pulse, pulse_page
 
@@ -21,7 +21,7 @@ class SlotWatch:
         clock: Clock,
         record: Callable[[GrantSample], None],
     ) -> None:
-        self.arm = Arm.SERVING_ONLY
+        self.arm = DemoArm.SERVING_ONLY
         self.block = -1
         self.first_guest_token_s: float | None = None
         self._grant = pages.grant_reader()

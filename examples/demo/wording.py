@@ -1,14 +1,14 @@
 """Formats of figures for people, the same in the report, the table and the progress lines."""
 
 from benchmarks.testbed.serving_figures import Serving
-from examples.demo.records import Arm
+from examples.demo.records import DemoArm
 from examples.demo.schema import Interval, Result, ServingAndJob
 
 MISSING = "–"
 ARM_TITLES = {
-    Arm.SERVING_ONLY: "production alone",
-    Arm.FIXED: "RL on its own engine",
-    Arm.HARVEST: "RL with harvesting",
+    DemoArm.SERVING_ONLY: "production alone",
+    DemoArm.FIXED: "RL on its own engine",
+    DemoArm.HARVEST: "RL with harvesting",
 }
 
 
@@ -62,7 +62,8 @@ def arm_rows(result: Result) -> list[tuple[str, str, str, str]]:
         _row("ITL P99, ms", [fixed_point(arm.itl_p99_ms) for arm in arms]),
         _row("SLO attainment", [percent(arm.slo_attainment, 2) for arm in arms]),
         _row(
-            "nothing in flight", [percent(result.nothing_in_flight_share.get(arm)) for arm in Arm]
+            "nothing in flight",
+            [percent(result.nothing_in_flight_share.get(arm)) for arm in DemoArm],
         ),
         _row("requests in every arm", [number(arm.requests) for arm in arms]),
         _row("failed / sent", [_failed(arm) for arm in arms]),

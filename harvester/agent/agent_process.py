@@ -47,7 +47,7 @@ class AgentProcess:
         self._clock = MonotonicClock()
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
+        """Runs until SIGTERM or SIGINT. Raises ConfigError if the agent cannot start."""
         _log_notes(self._written)
         tokens, operators, observers = (
             None if path is None else TokenFile(path) for path in self._config.http.token_files
@@ -136,7 +136,7 @@ class AgentProcess:
             notify("READY=1")
 
     async def _follow_slots(self, node: NodeAgent) -> None:
-        """Each second: a slots file that has changed, and slots that are not open yet."""
+        """Follows the slots file and opens slots that are not open yet, each second."""
         while True:
             await self._look_for_slots(node)
             await asyncio.sleep(_LOOK_S)

@@ -110,7 +110,7 @@ class MetricsProbe:
         """`url`: address of the whole metrics page."""
         self._url = url
         self._narrow: str | None = narrowed(url)
-        """None once the whole page gave metrics that this URL lacked."""
+        """URL of the needed metrics only; None once the whole page gave metrics that it lacked."""
         self._page = PageDirectory(pages).own_pulse(engine_of(SCRAPED_PULSE), 0)
         self._busy_s = 0.0
         self._failing = False

@@ -159,7 +159,7 @@ class SlotExposition:
             self._set("slot_stopped", stop is not None and stop.order is order, order.value)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
-            # A guest that was stopped on purpose has no age: its silence is no fault.
+            # A guest that was stopped on purpose has no age: it is expected to be silent.
             stopped = source == PageName.GUEST and policy.guest.state.stopped
             age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
             self._set("signal_age_seconds", age_s, source)

@@ -1,4 +1,4 @@
-"""A guest engine that is started again when it fails, after waits that double.
+"""Restarts a failed guest engine after waits that double; apart so that the command stays thin.
 
 A failing guest costs the host its start each time: memory, a core, the store's link. systemd 252
 restarts at one pace only.
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
 _STEADY_S = 600.0
-"""After a life of this length a guest's restart waits begin with the first one again."""
+"""A guest that lived for this long restarts after the first wait again."""
 
 
 def restart_wait(life_s: float, failures: int) -> tuple[float, int]:

@@ -74,13 +74,13 @@ class _Rules(msgspec.Struct):
     data: _Groups
 
 
-class _Status(msgspec.Struct):
+class _AlertStatus(msgspec.Struct):
     state: str
 
 
 class _Raised(msgspec.Struct):
     labels: dict[str, str]
-    status: _Status
+    status: _AlertStatus
 
 
 def read_rules(body: bytes, date: str = "") -> AlertsReading:
@@ -210,7 +210,7 @@ def dcgm_probe(config: AcceleratorsConfig, *, clock: Clock) -> Probe[Accelerator
 def nvml_probe(
     read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
 ) -> Probe[AcceleratorsReading]:
-    """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
+    """Reads in a thread. No reading begins while another hangs, so the last result grows old."""
 
     async def ask(_session: aiohttp.ClientSession) -> AcceleratorsReading:
         return AcceleratorsReading(accelerators=await _in_daemon(read))

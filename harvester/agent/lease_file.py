@@ -1,4 +1,4 @@
-"""The lease in force on one slot, kept on disk as JSON for a restarted agent."""
+"""The lease on one slot, as JSON on disk for a restarted agent; apart as its format is durable."""
 
 import logging
 from contextlib import suppress

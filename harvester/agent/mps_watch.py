@@ -36,7 +36,7 @@ class MpsWatch:
 
     @classmethod
     def by_consent(cls, mps: MpsConfig) -> "MpsWatch":
-        """Not started, of the daemon under which the operator lets a guest run."""
+        """A watch, not started, of the daemon under which the operator lets a guest run."""
         _log.warning("mps by consent: a fault of the guest ends production as well")
         return cls(mps.daemon, look_s=mps.look_s)
 

@@ -88,7 +88,7 @@ class NodeAgent:
         self.slots_file_age_s = 0.0
         self._audit_missing = 0
         self._early_beats = EventLimit(per_s=1.0)
-        """For orders to stop."""
+        """Limit on the beats that orders to stop bring forward."""
         try:
             self.slots.open_all()
         except Exception:
@@ -111,7 +111,7 @@ class NodeAgent:
         self._stop_audit.observe(stops, caller="", now=now)
         self.leases.expire(now=now)
         for slot in self.slots:
-            # One that waits to be closed is drained meanwhile.
+            # A slot that is about to be closed is drained until then.
             leaving = slot.name in self.slots.unopened
             self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops, now)
         if switch is not self._switched:
@@ -131,7 +131,7 @@ class NodeAgent:
     def _beat_slot(
         self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], now: float
     ) -> None:
-        """If it raises, the slot's grant is over at once; other slots go on."""
+        """Beats one slot. If that raises, its grant ends at once, and other slots go on."""
         failed = slot.failed
         try:
             slot.beat(switch, stops, now=now)

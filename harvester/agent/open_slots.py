@@ -76,7 +76,7 @@ class OpenSlots:
         return tuple(name for name, why in self.unopened.items() if why != _WAITS)
 
     def open_all(self) -> None:
-        """At the start. Raises the first slot's fault where no slot can be opened."""
+        """Opens the slots at the start. Raises the first slot's fault if none can be opened."""
         faults = [self._open(each, {}) for each in self._target.slots]
         if not self._slots and faults and faults[0]:
             raise faults[0]

@@ -26,13 +26,13 @@ T = TypeVar("T")
 class LastRead(Generic[T]):
     """The meaning of a file when it was last read, for as long as it is the same file.
 
-    Others may use up a process's descriptors, or the machine's; that is no order of an operator's.
+    A lack of file descriptors, which other processes may cause, does not count as an order.
     """
 
     def __init__(self) -> None:
         self._read: tuple[tuple[int, ...], T] | None = None
         self.fault = ""
-        """Why the file's words are not known now, for want of a descriptor."""
+        """Why the file could not be read now, for lack of a descriptor."""
 
     def keep(self, status: os.stat_result, value: T) -> T:
         self._read = _version(status), value

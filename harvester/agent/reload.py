@@ -1,7 +1,7 @@
 """Decides which configuration changes a running agent takes over.
 
 It compares every field. Fields listed here take effect in a running slot. A slot of which another
-field changed is opened anew, which ends its lease. Any other field of the node, a new one too,
+field changed is opened again, which ends its lease. Any other field of the node, a new one too,
 needs a restart: until then the agent runs on the old value and reports it.
 """
 
@@ -28,7 +28,7 @@ class Reload:
     restart_needed: tuple[str, ...]
     guest_start_needed: tuple[str, ...]
     changes: tuple[str, ...]
-    """Each change for people, with both values; a guest's only by name: its arguments may hold
+    """Texts of the changes, with both values; a guest's only by name, since its arguments may hold
     secrets."""
 
     def without(self, slots: Iterable[str]) -> "Reload":
@@ -65,7 +65,7 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     before, after = dict(_values(old)), dict(_values(new))
     came = tuple(_added(slot.name) for slot in new.slots if slot.name not in both)
     gone = tuple(f"slots.{slot.name}: removed" for slot in old.slots if slot.name not in both)
-    gone += tuple(f"slots.{name}: opened anew" for name in sorted(reopened))
+    gone += tuple(f"slots.{name}: opened again" for name in sorted(reopened))
     return Reload(
         config=config,
         reopened=reopened,

@@ -148,8 +148,8 @@ class SlotSensor:
         return GuestReading(record=found.record)
 
     def _find_silent_guest(self, fault: PageFault | None) -> None:
-        """Its processes, if it fell silent before this agent started, and the one that starts a
-        guest without a page yet."""
+        """Finds processes of a guest that fell silent before this agent started, and the process
+        that starts a guest without a page yet."""
         if not self.listed:
             return
         if fault is PageFault.EXPIRED and not self._guest_processes:

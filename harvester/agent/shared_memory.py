@@ -47,7 +47,7 @@ class SharedMemory:
 
 
 def _reading(group: Path) -> MemoryReading | None:
-    """None above the highest group."""
+    """A group's memory; None above the highest group."""
     for used_name, limit_names, cache_name in _HIERARCHIES:
         try:
             used_bytes = int((group / used_name).read_text())

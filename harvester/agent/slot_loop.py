@@ -107,7 +107,7 @@ class Slot:
             leases=leases,
         )
         self._grant_page.make()
-        # Taken over it has no epoch until it is written, and epochs must only rise.
+        # A page that was taken over has no epoch until this agent writes it; epochs must only rise.
         self._effects.write_closed("agent starts")
         self.sensor = SlotSensor(
             directory,
@@ -289,8 +289,8 @@ class Slot:
         )
 
     def _budget_report(self, *, leased: bool) -> BudgetReport | None:
-        """None before this run is on disk: a scheduler takes lower counts of a run that it knows
-        for late ones, until they exceed what that run had."""
+        """The slot's report; None before this run is on disk: a scheduler takes lower counts of a
+        run that it knows for late ones, until they exceed what that run had."""
         if not self._record.run_saved:
             return None
         return self.policy.budget_report(

@@ -1,5 +1,5 @@
-"""When an agent reads its slots file: on a change, and again while the file cannot be used; and how
-long ago its discovery looked."""
+"""When an agent reads its slots file: on a change, and again while the file cannot be used. Apart
+from the agent's process, so that tests pass the time in."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class SlotsWatch:
         self._fault = ""
 
     def age_s(self, *, now: float, wall_s: float) -> float:
-        """Since the file as it was seen last was written, or since it was seen to be absent."""
+        """Seconds since the file that was read last was written, or since it was seen absent."""
         if isinstance(self._seen, tuple):
             return max(0.0, wall_s - self._seen[1] * 1e-9)
         return 0.0 if self._absent_at_s is None else now - self._absent_at_s

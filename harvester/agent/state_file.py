@@ -75,7 +75,7 @@ class StateFile:
         except FileNotFoundError:
             if self._refused.exists():
                 # The agent that refused the file ended before it saved a new state.
-                raise Corrupt(f"{self.path}: put aside as unreadable; no state since") from None
+                raise Corrupt(f"{self.path} was unreadable; none was saved since") from None
             self._warn_of_others()
             return None
         head, state = self._decoded(raw)

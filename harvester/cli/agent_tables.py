@@ -8,7 +8,7 @@ from harvester.cli.row_table import add_row, row_table
 from harvester.contracts.wire.leases import SlotOffer, SlotOffers
 
 _SILENT_DISCOVERY_S = 300.0
-"""As the alert RoseMuxDiscoverySilent has it."""
+"""Bound of the alert RoseMuxDiscoverySilent."""
 _NAMES = ("slot", "lease", "service", "model", "url", "guard")
 _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "known", "charged")
 

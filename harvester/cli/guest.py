@@ -190,11 +190,11 @@ def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
     absent = sorted(set(named) - there.keys())
     if absent:
         raise ConfigError(
-            f"gpus: {', '.join(absent)} not here; nvidia-smi knows {', '.join(there) or 'none'} "
+            f"gpus: no {', '.join(absent)} here; nvidia-smi lists {', '.join(there) or 'none'} "
             "(slices of MIG are not supported)"
         )
     if not named and len(there) > 1:
-        raise ConfigError(f"gpus: name those of the slot, of {', '.join(there)}")
+        raise ConfigError(f"gpus: name the slot's GPUs out of {', '.join(there)}")
     return tuple(there[name] for name in named or there)
 
 

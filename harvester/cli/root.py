@@ -34,7 +34,7 @@ class LazyCommand:
     target: str
     """`module:name` of a function that is a typer command, or of a typer app with several."""
     summary: str
-    """Its help as well, where the function has no docstring."""
+    """Line in the list of commands; also the help of a function without a docstring."""
     in_checkout: bool = False
     """Part of the repository only: no wheel has it."""
     extra: str = ""

@@ -82,7 +82,7 @@ def _print_once(view: "AgentsView", interval: float) -> None:
     table = view.table()
     row_console().print(table)
     if not view.answered:
-        raise Exhausted("no agent gives an answer")
+        raise Exhausted("no agent answers; `rosemux status` shows why")
 
 
 def _url_of(config: AgentConfig) -> str:

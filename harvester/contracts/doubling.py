@@ -3,7 +3,7 @@
 from math import inf
 
 _DOUBLINGS_MAX = 30
-"""2.0 to a higher power is no wait, and overflows in the end."""
+"""A higher power of 2.0 is longer than any wait, and overflows in the end."""
 
 
 def doubled_s(first_s: float, times: int, *, most_s: float = inf) -> float:

@@ -46,7 +46,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """The policy's state where a rotated file goes on; None at the beginning."""
     wall: str = ""
     restart_needed: tuple[str, ...] = ()
-    """After a reload: fields of the configuration file that are not in force."""
+    """Fields of a reloaded configuration file that are not in force."""
     missing: int = 0
     """Decisions before this line that could not be written."""
     t_s: float | None = None

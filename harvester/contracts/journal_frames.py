@@ -74,7 +74,7 @@ class LinePacker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastLine:
     end_bytes: int
-    """Up to the end of the last whole line."""
+    """Offset of the end of the last whole line."""
     in_frame: bool
     """Whether its frame has no end."""
 
@@ -85,7 +85,7 @@ def is_packed(head: bytes) -> bool:
 
 
 def last_line_of(path: Path) -> LastLine:
-    """Where the file's last whole line ends. Raises Corrupt for a file of another form."""
+    """The end of the file's last whole line. Raises Corrupt for a file of another form."""
     size_bytes = path.stat().st_size
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         at = 0
@@ -156,7 +156,7 @@ def packed_lines(file: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
 def _frame_header_bytes(head: bytes, name: str, at: int) -> int | None:
     """Size of a frame's header; None if it is torn."""
     if not MAGIC.startswith(head[:4]):
-        raise Corrupt(f"{name} byte {at}: no frame of zstd")
+        raise Corrupt(f"{name}: byte {at} begins no zstd frame")
     try:
         header_bytes = zstandard.frame_header_size(head)
     except zstandard.ZstdError:

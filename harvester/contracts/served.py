@@ -61,8 +61,8 @@ HOUR_S = 3600.0
 BUDGET_HOURS = 28 * 24
 """Hours of traffic whose misses an error budget counts."""
 _UNPROVEN_HOURS = 3
-"""So many granted requests and hours without a withheld request are no chance: nothing is known in
-production's favour. A busy service has a thousand requests within one slice."""
+"""Hours with granted requests from which on the absence of withheld ones is not chance, so that no
+miss counts as production's own. A busy service has a thousand requests within one slice."""
 _HOURS_LEAST = 8
 
 

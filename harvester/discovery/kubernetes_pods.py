@@ -17,7 +17,7 @@ _MOST_PODS = 500
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,250}[A-Za-z0-9])?")
 
 
-class _Metadata(msgspec.Struct):
+class _PodMetadata(msgspec.Struct):
     name: str = ""
     namespace: str = ""
     labels: dict[str, str] = {}
@@ -37,15 +37,15 @@ class _Spec(msgspec.Struct):
     containers: list[_Container] = []
 
 
-class _Status(msgspec.Struct):
+class _PodStatus(msgspec.Struct):
     phase: str = ""
     ip: str = msgspec.field(name="podIP", default="")
 
 
 class _Pod(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    metadata: _PodMetadata = msgspec.field(default_factory=_PodMetadata)
     spec: _Spec = msgspec.field(default_factory=_Spec)
-    status: _Status = msgspec.field(default_factory=_Status)
+    status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
 
 class PodList(msgspec.Struct):

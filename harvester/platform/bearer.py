@@ -44,7 +44,7 @@ def read_tokens(path: Path) -> tuple[bytes, ...]:
     tokens = tuple(filter(None, map(bytes.strip, lines)))
     if not tokens or any(len(t) < MIN_TOKEN_BYTES or not t.isascii() for t in tokens):
         raise ConfigError(
-            f"token file {path}: one line of at least {MIN_TOKEN_BYTES} ASCII characters"
+            f"token file {path}: give lines of at least {MIN_TOKEN_BYTES} ASCII characters"
         )
     return tokens
 

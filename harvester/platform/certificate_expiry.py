@@ -63,8 +63,8 @@ def show_expiries(gauge: "Gauge") -> None:
 
 
 def chain_expiry_s(chain: str) -> float:
-    """When the first certificate of a PEM chain to end expires; NaN without one. Raises ValueError
-    for one that is malformed."""
+    """Earliest expiry of a certificate in a PEM chain; NaN without one. Raises ValueError for a
+    malformed certificate."""
     found = map(ssl.PEM_cert_to_DER_cert, _CERTIFICATE.findall(chain))
     return min(map(_expiry_s, found), default=math.nan)
 

@@ -11,14 +11,14 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 _DESCRIPTORS_SHARE = 4
-"""At most half of a process's descriptors are connections: `ConnectionLimit` keeps twice its number
-while those that it closes end."""
+"""Connections take at most half of a process's descriptors: `ConnectionLimit` keeps twice its
+number while those that it closes end."""
 
 
 class ConnectionLimit:
     def __init__(self, most: int) -> None:
-        """At most `most` connections, and fewer where the process may have few descriptors. A
-        further one takes the place of the oldest that has not proved itself."""
+        """`most`: bound on connections; lower if the process may have few descriptors. A further
+        connection replaces the oldest one that has not proved itself."""
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         share = descriptors // _DESCRIPTORS_SHARE
         self.most = min(most, share) if descriptors != resource.RLIM_INFINITY else most

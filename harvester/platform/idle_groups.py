@@ -173,7 +173,7 @@ class IdleGroups:
             if not os.access(root / _MEMBERS, os.W_OK):
                 raise Unsupported(f"no control group can be made in {root}: that takes root")
             return root
-        raise Unsupported("there is no cpu controller with groups that could be idle")
+        raise Unsupported("no cpu controller here has groups that could be idle")
 
 
 def _make_idle(group: Path) -> None:

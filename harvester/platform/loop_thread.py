@@ -53,6 +53,6 @@ class LoopThread:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Until `stop`; what still runs is cancelled then."""
+    """Runs until `stop`, then cancels the tasks that are left."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.get_loop().run_forever()

@@ -75,8 +75,8 @@ def document(
     retried: Collection[int] = (),
     servers: tuple[dict[str, Any], ...] = ({"url": "/"},),
 ) -> dict[str, Any]:
-    """As OpenAPI 3.1. `parameters` beside a route's own; `refuses`: statuses of the service itself,
-    where it asks for a token. Replies of a `retried` status say when to try again."""
+    """The routes in OpenAPI 3.1. `parameters`: besides a route's own; `refuses`: statuses of the
+    service itself. Replies of a `retried` status say when to try again."""
     kinds = [kind for each in routes for kind in (each.body, each.reply, each.repeats)]
     known = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(

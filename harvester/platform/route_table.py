@@ -51,7 +51,7 @@ class Route:
     """Method and path, as `GET /v1/slots`."""
     summary: str
     takes: Any = None
-    """Type of a JSON body that is no parameter of the handler; None: no body, or it is not read."""
+    """Type of a JSON body that the handler does not take as a parameter; None: no body is read."""
     answers: Any = None
     """Type of the JSON in a response; by default an object."""
     kinds: tuple[str, ...] = (JSON,)
@@ -71,7 +71,7 @@ class Route:
     empty: bytes = b""
     """Stands for an empty body."""
     handler: Any = None
-    """None until `routes_of` knows the object that it is a method of."""
+    """The bound method; None until `routes_of` knows its object."""
 
     def __call__(self, handler: H) -> H:
         vars(handler).setdefault(_DECLARED, []).append(self)
@@ -83,7 +83,7 @@ class Route:
 
     @property
     def path(self) -> str:
-        """Without the patterns that its parts have to match."""
+        """The path without the patterns that its parts have to match."""
         return _PATTERN.sub("}", self.operation.partition(" ")[2])
 
     @cached_property
@@ -105,7 +105,7 @@ class Route:
         return self.answers or (dict[str, Any] if returned in _RESPONSES else returned)
 
     def definition(self, base: str = "", admit: "Admission | None" = None) -> web.RouteDef:
-        """For an application, below the path `base`. `admit` comes before the body."""
+        """An application's route, below the path `base`. `admit` runs before the body is read."""
         names, kind = tuple(self.signature.parameters), self.body
         # An object that has no type of its own is called by its name.
         name = "" if isinstance(kind, type) else "body"

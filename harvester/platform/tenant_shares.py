@@ -16,8 +16,8 @@ class Pressure(Exhausted):
 class TenantShares:
     """One bound, divided among the tenants that hold a part of it.
 
-    A tenant within its share, the bound over the number of such tenants, gets more whatever the
-    others hold; one beyond it only while the bound is not reached. N tenants hold at most
+    A share is the bound divided by the number of these tenants. Up to its share a tenant is always
+    admitted, beyond it only while the total stays within the bound. N tenants hold at most
     1 + 1/2 + ... + 1/N times the bound, and a first request each.
     """
 

@@ -24,12 +24,12 @@ class ServerTls(FrozenSettings):
     cert_file: Path
     """Certificate chain, PEM."""
     key_file: Path
-    """Its private key, PEM."""
+    """Private key of `cert_file`, PEM."""
     client_ca_file: Path | None = None
     """Clients must show a certificate that one of these signed."""
 
     def context(self) -> ssl.SSLContext:
-        """To listen with. Raises ConfigError if a file cannot be used."""
+        """The context to listen with. Raises ConfigError if a file cannot be used."""
         files = [self.cert_file, self.key_file, self.client_ca_file]
         renewed = Renewed(filter(None, files), self._read)
 
@@ -92,7 +92,7 @@ class Credentials(FrozenSettings):
     cert_file: Path | None = None
     """Client certificate for a server that requires one, PEM."""
     key_file: Path | None = None
-    """Its private key, PEM."""
+    """Private key of `cert_file`, PEM."""
 
     @model_validator(mode="after")
     def _whole_pair(self) -> "Credentials":
@@ -136,7 +136,7 @@ class Credentials(FrozenSettings):
         return authorization("" if self._token is None else self._token.current().decode())
 
     def tls(self) -> ssl.SSLContext:
-        """To connect with. Raises ConfigError if a file cannot be used at the first call."""
+        """The context to connect with. Raises ConfigError if a file cannot be used at first."""
         return self._tls.current()
 
     @cached_property

@@ -69,7 +69,7 @@ def read_text(path: Path, *, writers: Container[int] | None = None) -> str:
     """Raises ConfigError if the file is unreadable, too large or no text, and if others than
     `writers`, users by number, could have written it."""
     try:
-        # A pipe without a writer is no reason to wait.
+        # Opening a pipe without a writer must not block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if writers is not None and (fault := _distrust(status, writers)):

@@ -156,7 +156,7 @@ ITL_PLAUSIBLE_S = 2.0
 
 
 def beyond(settings: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each of the settings outside its range: its path, and the range with its reason."""
+    """Settings outside their ranges: the path, and the range with its reason."""
     bounds = BOUNDS[type(settings)]
     for field in fields(settings):
         value = getattr(settings, field.name)

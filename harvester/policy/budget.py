@@ -53,8 +53,8 @@ RESUME_RATIO = 0.5
 
 
 _UNPROVEN_WITHHELD = 6.0
-"""Withheld slices that chance should have brought, by their chances, after which none with a
-request is no chance: it leaves out so many with 0.25 %."""
+"""Expected withheld slices, the sum of their probabilities, above which the lack of any withheld
+request is not chance: that has a probability of 0.25 %."""
 _SLICES = "slices", "withheld_slices"
 _KEPT = *COUNTS, *_SLICES
 _REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
@@ -122,7 +122,7 @@ class Ring(msgspec.Struct, kw_only=True):
         self.head = period
 
     def periods(self) -> list[Served]:
-        """Each period that had requests of both kinds."""
+        """Periods that had requests of both kinds."""
         both = zip(self.granted, self.withheld, strict=True)
         places = [place for place, (one, other) in enumerate(both) if one and other]
         return [Served(**{name: getattr(self, name)[place] for name in COUNTS}) for place in places]

@@ -23,7 +23,7 @@ class GuardMemory(msgspec.Struct, kw_only=True):
     """Late first tokens."""
     itl_misses: MissState = msgspec.field(default_factory=MissState)
     served: Served = Served()
-    """Since the agent's run began."""
+    """Requests served since the agent's run began."""
     unanswered: float = 0.0
     """Requests that ended without a first token before their SLO, since then."""
     budget: BudgetState = msgspec.field(default_factory=BudgetState)

@@ -126,7 +126,7 @@ class QuantileTest(msgspec.Struct, kw_only=True):
     of its logarithms."""
 
     wealths: list[BetWealth] = msgspec.field(default_factory=lambda: bets(len(SHIFTS)))
-    """One for each shift: harm that has just begun is as likely to be of any size."""
+    """Wealth for each shift: harm that has just begun is as likely to be of any size."""
     level: float | None = None
     """Recent logarithm of a granted slice's quantile, in s."""
     variance: float = _VARIANCE
@@ -193,7 +193,7 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
     dispersion: float = 1.0
     """Variance of a granted slice's count over that of independent requests; 1 or above."""
     newer_rate: float = 0.0
-    """Share of granted requests above the threshold in the last slices: harm is no dispersion."""
+    """Share of granted requests above the threshold in the last slices; harm is not dispersion."""
     rise: Rise = msgspec.field(default_factory=Rise)
 
     def observe(
@@ -207,8 +207,8 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
         rise_limit: float,
         newcomer: bool,
     ) -> bool:
-        """Whether the slice shows a rise. `newcomer`: the guest may have done harm ever since its
-        first grant, so that its past is no measure."""
+        """Whether the slice shows a rise. `newcomer`: the guest may have done harm since its first
+        grant, so its past is not a baseline."""
         rate = (self.past.above + 1.0) / (self.past.requests + _PRIOR_REQUESTS)
         for (rise, ratio), wealth in zip(THRESHOLD_BETS, self.wealths, strict=True):
             high = min(_MOST_RATE, max(_LEAST_RATE, rise * rate))
@@ -216,7 +216,7 @@ class ThresholdTest(msgspec.Struct, kw_only=True):
             log_odds = above * math.log(low / high)
             log_odds += (requests - above) * math.log((1 - low) / (1 - high))
             if rise > 1.0 and not newcomer and self.newer_rate < math.sqrt(low * high):
-                # Beside the guest nothing has risen: that withheld slices are quiet says nothing.
+                # No rise beside the guest: quiet withheld slices alone are no evidence of harm.
                 log_odds, wealth.newest = 0.0, 1.0
             wealth.bet(log_odds / self.dispersion, withheld=withheld, share=share, slice_s=slice_s)
         risen = False

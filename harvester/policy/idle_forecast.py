@@ -63,7 +63,7 @@ class ForecastState(msgspec.Struct, kw_only=True):
     minutes."""
 
     profiles: list[list[SeasonProfile]] = []
-    """Per horizon and season."""
+    """Profiles by horizon and season."""
 
 
 @dataclass(frozen=True, slots=True)

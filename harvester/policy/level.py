@@ -62,10 +62,10 @@ class MissState(msgspec.Struct, kw_only=True):
     own_samples: float = 0.0
     """Samples of withheld slices in the last hours, where production misses by itself."""
     own_weighed: float = 0.0
-    """These by the granted samples that each stands for: an overload, under which more is withheld,
-    would else count for many quiet hours."""
+    """The same samples, weighted by the granted samples that each represents. Unweighted, one
+    overload, in which more slices are withheld, would outweigh many quiet hours."""
     own_misses: float = 0.0
-    """Misses among them, weighed alike."""
+    """Misses among the withheld samples, with the same weights."""
     own_squares: float = 0.0
     """Squares of the misses that came in one beat: many at once spread more."""
     breached: bool = False

@@ -48,7 +48,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weighed(self) -> Iterable[tuple[float, float]]:
-        """Each seen sample, and the number of new ones that it stands for."""
+        """The seen samples, each with the number of new samples that it represents."""
         if self.weights:
             return zip(self.seen_s, self.weights, strict=True)
         return [(seen_s, self.total / len(self.seen_s)) for seen_s in self.seen_s]
@@ -107,7 +107,7 @@ _counters = attrgetter(*{*PulseMemory.__struct_fields__} - {"unseen_steps_total"
 class WatchState(msgspec.Struct, kw_only=True):
     pulses: dict[str, PulseMemory] = {}
     progress_at_s: dict[str, float] = {}
-    """Per engine: time of its last step or last idle moment."""
+    """Time of each engine's last step or last idle moment."""
     unseen: dict[str, UnseenSteps] = {}
     """Steps without known requests, per engine."""
     restarted_at_s: float | None = None
@@ -123,7 +123,7 @@ class PulseFacts(msgspec.Struct, frozen=True, kw_only=True):
     silent: str
     pulses: dict[str, Pulse]
     engines: list[tuple[str, dict[str, Pulse], bool, float]]
-    """Each engine's pulses, whether they show work, and a time longer than any step of it."""
+    """Names of engines, their pulses, whether these show work, and a time longer than any step."""
     model: ProductionModel
     unfit: str
     learned: int

@@ -237,7 +237,7 @@ class Proof:
 
 
 def moved(state: ProofState) -> ProofState:
-    """For another clock: without slices under way, which were not seen whole."""
+    """The state for another clock, without unfinished slices, which were not seen whole."""
     return msgspec.structs.replace(state, slices=[], outlines=[])
 
 

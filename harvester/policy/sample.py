@@ -40,11 +40,11 @@ class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
     runs_below_production: bool = msgspec.field(default=False, name="lives_below")
-    """Without a record: whether a process of the guest still runs, in the idle class or an idle
+    """Whether a process of a guest without a record still runs, in the idle class or an idle
     control group, and so ranks below production wherever they share cores."""
     lives: bool = False
-    """Without a record: whether a process that the last record named, or that starts the guest,
-    still runs."""
+    """Whether a process that the last record named, or that starts the guest, still runs although
+    there is no record."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ NO_LEASE = LeaseView(epoch=Epoch(0))
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the control group that production and guest share. A limit of 0 is no reading."""
+    """Memory of the control group that production and guest share. A limit of 0 was not read."""
 
     used_bytes: int = 0
     limit_bytes: int = 0
@@ -130,11 +130,11 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     stop: Stop | None = None
     """The strongest order that binds the slot and the tenant of its lease."""
     memory: MemoryReading | None = None
-    """None if neither a control group nor KV is shared."""
+    """The shared control group's memory; None if neither a group nor KV is shared."""
     mps: MpsReading | None = None
-    """None without the operator's consent to MPS."""
+    """State of MPS; None without the operator's consent to it."""
     guest_kv: KvReading | None = None
-    """None if the guest's KV is not shared."""
+    """The guest's shared KV; None if its KV is not shared."""
     outcomes: tuple[ActionOutcome, ...] = ()
     """Outcomes that became known since the last beat."""
     record_fault: str = ""

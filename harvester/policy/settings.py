@@ -49,7 +49,7 @@ class LevelSettings:
     shrink_ratio: float = 0.5
     """A breach multiplies the level by this ratio."""
     shrink_interval_s: float = 1.0
-    """At most one shrink per interval: the guest obeys within a step, samples arrive later."""
+    """Least time between two shrinks: the guest obeys within a step, samples arrive later."""
     floor_ratio: float = 0.125
     grow_ratio: float = 0.1
     """Share of the maximum that comes back per grow interval."""
@@ -209,7 +209,7 @@ class SlotSettings:
     """Guests lost under a lease, or crashes of production beside a stepping guest, within the
     window, that quarantine the slot."""
     quarantine_window_s: float = 600.0
-    """Should hold as many starts of production: one that loads for longer crashes less often."""
+    """Make it longer than `quarantine_losses` starts of production, which bound its crash rate."""
     evictions_per_hour_max: int = 0
     """Guest requests aborted for production within an hour, above which the slot is held; 0 never
     holds."""

@@ -204,7 +204,7 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
 
     @property
     def evidence(self) -> float:
-        """Worth of the bets where all stakes are 1: a third of these is on the quartiles."""
+        """Worth of all bets at total stakes of 1: a third each on quartiles, P99 and SLO."""
         quartiles = fmean(map(_worth, self._quartiles))
         return fmean((quartiles, _worth(self.p99), _worth(self.slo)))
 

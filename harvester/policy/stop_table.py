@@ -68,7 +68,7 @@ class StopTable:
 def binding(stops: Sequence[Stop], *, slot: str, tenant: str = "") -> Stop | None:
     """The strongest of the orders that reach this slot and, under a lease, its tenant."""
     reached = [stop for stop in stops if stop.slot in ("", slot) and stop.tenant in ("", tenant)]
-    # Among equally strong orders the widest wins: a resume must lift that one.
+    # The widest of equally strong orders binds, because a resume has to name its scope.
     return max(
         reached,
         key=lambda stop: (stop.order.strength, stop.slot == "", stop.tenant == ""),

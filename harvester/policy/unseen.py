@@ -1,6 +1,6 @@
 """Steps of an engine while none of its API servers has a request in flight, WebSockets excluded.
 
-One step at the end of a request is no evidence: a reply may end while its last step is counted.
+One step at the end of a request does not count: a reply may end while its last step is counted.
 Steps in two beats without a seen request serve requests that arrive unseen. Their prefills have no
 known slack, so the slot closes.
 

@@ -128,7 +128,7 @@ class AsyncRolloutClient:
         self._ledger = TurnLedger(self._gateway.job)
         self._announcements = _Announcements()
         self._cuts: dict[str, tuple[asyncio.Timeout, GatewayTurn | None]] = {}
-        """Each open turn's, with the turn where the gateway alone has its tokens."""
+        """Timeouts of open turns, each with its turn if the gateway alone has the tokens."""
         self._ending: set[asyncio.Task[None]] = set()
         self._watch = GatewayWatch(
             self._gateway,

@@ -40,7 +40,7 @@ class TurnAttempts:
     _gateway: GatewayConnection
     _watch: GatewayWatch
     _dedicated: DedicatedTurns | None
-    """None where turns wait for the gateway, however long."""
+    """The fallback; without it turns wait for the gateway, however long."""
     _silence_s: float
 
     async def serve(

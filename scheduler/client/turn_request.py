@@ -47,11 +47,11 @@ def request_of(
     *,
     stream: bool = False,
 ) -> tuple[GenerateRequest, TrajectoryId, bytes]:
-    """The request, its trajectory and its body. Raises ConfigError with the field and its value for
-    what the gateway would refuse, or take for something else: a number that is no number would be
-    left out, and a pin that is no pin."""
+    """The request, its trajectory and its body. Raises ConfigError with the field and its value if
+    the gateway would refuse it or read it differently: it would leave out an invalid number or
+    pin."""
     if unknown := sorted(options.keys() - TurnOptions.__annotations__.keys()):
-        # A misspelt pin would be no pin.
+        # A misspelt pin would silently be left out.
         raise TypeError(f"no such option: {', '.join(unknown)}")
     if not isinstance(sampling, SamplingParams | Mapping):
         raise ConfigError(f"sampling: give SamplingParams or a mapping, not {_shown(sampling)}")
@@ -79,7 +79,7 @@ def request_of(
 
 
 def trajectory_of(given: object) -> TrajectoryId:
-    """Raises ConfigError for what is no trajectory's name."""
+    """Raises ConfigError for an invalid name of a trajectory."""
     try:
         if given and isinstance(given, str):
             return checked_trajectory(given, request_id="")

@@ -20,7 +20,7 @@ _CALLS_AT_ONCE = 1 << 14
 
 
 class TokenOutput(BaseModel):
-    """Same fields as verl's."""
+    """A turn's output in verl's fields."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -63,7 +63,7 @@ class VerlServer:
     ) -> TokenOutput:
         """One turn. `trajectory`: verl gives each turn a new id; without the trajectory's name, its
         turns share no prefix. Raises Exhausted for a turn that ended early for a fault: verl's
-        loops would reward what there is of it."""
+        loops would otherwise score the truncated output."""
         if image_data or video_data or audio_data or mm_processor_kwargs:
             raise Unsupported("media is not routed; send a prompt of token ids alone")
         await self._running.wait()

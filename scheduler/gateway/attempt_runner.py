@@ -44,7 +44,7 @@ from scheduler.model import EngineKind
 
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
-"""The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
+"""First 0.x release of vLLM whose generate route accepts a renderer's reasoning fields."""
 _ABORTED_PAUSE_S = 0.25
 
 

@@ -105,7 +105,7 @@ class EngineProbing:
             self._fleet.up(member)
 
     def _weights_changed(self, member: FleetMember) -> None:
-        """Another caller changed its weights: it gets the version again, each time later."""
+        """Loads the version again after another caller changed the weights, each time later."""
         if not member.up:
             return
         fault = (

@@ -21,7 +21,7 @@ class EngineRegistry:
     versions: VersionPolicy
     jobs: Mapping[JobId, GatewayJobSettings]
     _offers: AgentOffers
-    """Their guests may yet be leased."""
+    """Slots whose guests may still be leased."""
     members: dict[EngineId, FleetMember] = field(default_factory=dict)
     parked: set[JobId] = field(default_factory=set)
     """Jobs whose turns may not run on dedicated engines."""

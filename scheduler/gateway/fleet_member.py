@@ -43,7 +43,7 @@ class FleetMember:
     """Context that was seen, in tokens: where it ended an unfinished turn, or refused one that
     another engine served; 0: never."""
     held_tokens: int = 0
-    """The longest turn that it has made a token of, in tokens: its context is no shorter."""
+    """Length in tokens of the longest turn that it continued: its context is at least as long."""
     running: set[RunningAttempt] = field(default_factory=set)
     ended_trajectories: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED_MAX))
     """Reported with the engine's next request: it need not keep their prefixes."""

@@ -113,7 +113,7 @@ TRL retries 503 and never 429, OpenAI's SDK both; slime, miles and AReaL retry a
 SGLang's own gateway answers 429 when its queue is full.
 """
 _PRESSURE_RETRY_AFTER = "10"
-"""In s: a queue of thousands does not empty in one, and TRL tries again three times only."""
+"""Seconds: a queue of thousands does not empty in one, and TRL retries only three times."""
 _STATUSES = {
     RequestRefused: 400,
     IdInUse: 409,

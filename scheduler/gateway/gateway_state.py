@@ -60,7 +60,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     published: VersionPublished
     active: bool = False
     harvesting: bool | None = None
-    """None: never switched; the configuration applies."""
+    """The job's last switch; None before the first: the configuration applies."""
 
 
 class SchedulerState:
@@ -126,14 +126,14 @@ class SchedulerState:
                 self._activate(job)
 
     def other_runs(self) -> dict[JobId, str]:
-        """Why the turns of each job whose trainer began anew are refused."""
+        """Reasons for refusing the turns of jobs whose trainer began another run."""
         return {JobId(job): why for job, why in self._db.execute("SELECT * FROM other_runs")}
 
     def refuse_turns(self, job: JobId, reason: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO other_runs VALUES (?, ?)", (job, reason))
 
     def stores(self) -> list[tuple[str, JobId]]:
-        """Each store with each job that has published it, the oldest first."""
+        """Pairs of a store and a job that has published to it, the oldest first."""
         rows = self._db.execute("SELECT store, job FROM stores ORDER BY number")
         return [(store, JobId(job)) for store, job in rows]
 

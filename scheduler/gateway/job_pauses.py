@@ -36,7 +36,7 @@ class JobPauses:
     _clock: Clock
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _times: dict[JobId, tuple[float, float]] = field(default_factory=dict)
-    """When each paused job's pause began, and when it ends unless it is renewed."""
+    """Times at which a paused job's pause began, and ends unless it is renewed."""
 
     def is_paused(self, job: JobId) -> bool:
         return self._dispatcher.policy.is_paused(job)
@@ -66,7 +66,7 @@ class JobPauses:
             self.end(job)
 
     def end(self, job: JobId) -> None:
-        """Each `emptied` looks once whether the pause was its own."""
+        """Ends the pause; every waiting `emptied` looks whether it waits for this pause."""
         if job in self._times:
             _log.info("job %s goes on after a pause of %.1f s", job, self.age_s(job))
         self._times.pop(job, None)

@@ -65,7 +65,7 @@ class JobSwitches:
         return self._harvesting[job]
 
     def set(self, job: JobId, switch: JobSwitch, *, on: bool, for_s: float | None = None) -> bool:
-        """With `for_s` the switch goes off after that time, and after a restart, unless set again.
+        """`for_s`: the switch goes off after that time, and after a restart, unless set again.
 
         Off works in any case: False says that a restart would switch it on again. Raises Exhausted
         if "on" cannot be recorded: then nothing has changed.

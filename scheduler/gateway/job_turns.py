@@ -51,7 +51,7 @@ class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
 
 
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
-    """Another request is being served, or was answered a moment ago, under this id."""
+    """The id names a request that is being served, or was answered a moment ago."""
 
     is_final = True
 
@@ -117,8 +117,8 @@ class JobTurns:
         self._tenant = TenantId(registry.jobs[ledger.job].tenant)
         self._state = state
         self._other_run = state.other_runs().get(ledger.job, "")
-        """Why turns are refused since the job's trainer began anew: engines hold weights of the run
-        before. Until a publish is taken."""
+        """Why turns are refused until a publish is taken: the job's trainer began another run, and
+        engines hold weights of the earlier one."""
         self.unrecorded = False
         self._clients: Counter[str] = Counter()
         """Number of waiting clients by request."""
@@ -209,7 +209,7 @@ class JobTurns:
         await self.abort(fault=why)
 
     def record_refusal(self) -> None:
-        """For the next process; to be called again while it is `unrecorded`."""
+        """Records the refusal for the next process; call again while `unrecorded` is true."""
         self.unrecorded = True
         with suppress(sqlite3.Error):
             self._state.refuse_turns(self._job, self._other_run)

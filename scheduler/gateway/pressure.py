@@ -36,7 +36,7 @@ KEPT_ALIVE = tuple(
     if hasattr(socket, option)  # macOS, where clients may run, lacks some.
 )
 """Finds within a minute, on either side, that the other one has gone without a packet: its machine
-was cut off or started anew, or a balancer dropped a connection on which a turn waits for long.
+was cut off or restarted, or a balancer dropped a connection on which a turn waits for long.
 
 No TCP_USER_TIMEOUT: it would find the same of a stream, but also end one whose client lives and
 reads nothing for a while, as a trainer's event loop does in a training step."""

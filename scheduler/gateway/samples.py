@@ -87,10 +87,10 @@ class Samples:
                     task.cancel()
                 await asyncio.gather(*now, return_exceptions=True)
         finally:
-            # Cancelled itself: none of them may go on without a reader.
+            # This task may be cancelled too: no sample goes on without a reader.
             for task in left:
                 task.cancel()
-            # The tasks' errors refer back to here, by the frames that they passed.
+            # The tasks' tracebacks hold this frame: this breaks the reference cycle.
             self._tasks.clear()
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:

@@ -215,7 +215,7 @@ class Scheduler:
     async def close(self) -> None:
         """Ends open turns with their tokens so far and gives leases back."""
         async with AsyncExitStack() as steps:
-            # The last one first; each is taken although one before it has failed.
+            # Runs in reverse order; a step runs even if an earlier one failed.
             for close in (self.state.close, self._capacity_log.close, self._versions_log.close):
                 steps.callback(close)
             steps.push_async_callback(self.fleet.close)

@@ -183,7 +183,7 @@ class AnswerSettings(FrozenSettings):
     """Whole answers that are kept, for clients that ask again because a connection broke."""
 
     keep_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
-    """For how long after their clients have left; 0 keeps none."""
+    """Time for which answers are kept after their clients have left; 0 keeps none."""
     turns: int = Field(default=4096, ge=1, le=1 << 20)
     """Largest number of kept turns. Beyond this bound, or the next one, the tenant that holds most
     loses its oldest answer."""
@@ -286,12 +286,12 @@ class GatewaySettings(FrozenSettings):
         return msgspec.convert(fewest | self.versions, VersionsConfig)
 
     def slot_prefix(self, agent: str) -> str:
-        """Before the names of its slots: nodes that are installed alike name them alike."""
+        """Prefix of the agent's slots' names, which equally installed nodes would share."""
         return f"{agent}." if len(self.agents) > 1 else ""
 
     def with_new(self, given: "GatewaySettings") -> "tuple[GatewaySettings, tuple[str, ...]]":
-        """These settings with what a running gateway takes over of changed ones, which are bounds
-        and more agents beside several; and the changed fields that need a restart."""
+        """A running gateway's settings after a change, and the changed fields that need a restart.
+        Bounds, and further agents beside several, need none."""
         followed = {name: getattr(given, name) for name in _FOLLOWED}
         fields = type(self).model_fields.keys() - followed.keys() - {"agents"}
         waiting = {name for name in fields if getattr(self, name) != getattr(given, name)}

@@ -72,6 +72,6 @@ class VersionSwitching:
         return self._policy.target == target
 
     def wake_publishers(self) -> None:
-        """Each task that waits in `settled` looks once."""
+        """Lets each task that waits in `settled` look once."""
         self._changed.set()
         self._changed.clear()

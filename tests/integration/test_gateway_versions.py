@@ -90,7 +90,7 @@ async def test_another_run_s_version_of_the_same_number_is_refused(fake_engine, 
     assert (await publish(service, 3, state_hash=held))[0] == 200, "again, by the same run"
     status, reply = await publish(service, 3, state_hash="f" * 32)
     assert status == 409
-    assert "the store was begun anew" in reply["error"]
+    assert "the store holds another run" in reply["error"]
 
 
 async def test_pins_are_kept_and_a_version_that_is_nowhere_is_refused(fake_engine, gateway) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.migration import records
 from benchmarks.migration.chat_plan import Chat
-from benchmarks.migration.evidence import Evidence, TokenTruth
+from benchmarks.migration.evidence import MoveEvidence, TokenTruth
 from benchmarks.migration.judge import judged
 from benchmarks.migration.model import VOCABULARY as PLANNED_VOCABULARY
 from benchmarks.migration.pin_judge import Announcement
@@ -102,7 +102,7 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
     requests = [told_by_no_tap(one) for one in requests]
     answered = {one.request_id: one for one in requests}
     verdict = judged(
-        Evidence(
+        MoveEvidence(
             requests=requests,
             attempts=[],
             held=[],

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from benchmarks.weightsync.faults import measure
-from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, nothing
 from benchmarks.weightsync.faults.headers import HEADERS
 from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import MACHINE
@@ -62,7 +62,7 @@ def test_a_holder_that_claims_other_bits_is_found_out(world: FaultWorld) -> None
         world.look()
         return nothing
 
-    struck(world, Fault("a lie", strike))
+    struck(world, FaultClass("a lie", strike))
     assert world.wrong == ["claims version 5 and holds other bits"]
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_holds_other_bits_than_its_part_is_found_out(world: FaultWor
         world.look()
         return nothing
 
-    struck(world, Fault("a lie", strike))
+    struck(world, FaultClass("a lie", strike))
     assert world.wrong == ["claims version 5 and holds other bits"]
 
 
@@ -109,7 +109,7 @@ def test_a_holder_that_claims_another_version_is_found_out(world: FaultWorld) ->
         world.look()
         return nothing
 
-    struck(world, Fault("a lie", strike))
+    struck(world, FaultClass("a lie", strike))
     assert world.wrong[0].startswith("claims version 4, ")
 
 
@@ -121,7 +121,7 @@ def test_a_store_that_stays_broken_is_no_recovery(world: FaultWorld) -> None:
             (anchor / "READY").unlink()
         return nothing
 
-    outcome = struck(world, Fault("never mended", strike))
+    outcome = struck(world, FaultClass("never mended", strike))
     assert (outcome.recovered, outcome.refused) == (False, True)
     assert world.wrong == []
 
@@ -131,6 +131,6 @@ def test_a_crash_is_no_recovery(world: FaultWorld) -> None:
         world.hold_memory()
         raise KeyError("not ours")
 
-    outcome = struck(world, Fault("a crash", strike))
+    outcome = struck(world, FaultClass("a crash", strike))
     assert not outcome.recovered
     assert "not ours" in outcome.failure

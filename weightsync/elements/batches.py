@@ -12,7 +12,7 @@ BATCH_BYTES = 4 << 20
 _BATCHES = 32
 """Batches that a small state is cut into, so that no thread is left with a long last one."""
 _AT_ONCE = 4
-"""With a limit, one thread's batch takes at most one part in this many of the limit."""
+"""Batches that fit into a limit, if there is one: a thread's batch takes one part of it."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

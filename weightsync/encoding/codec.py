@@ -1,4 +1,4 @@
-"""Per-tensor encodings: old and new bits to a payload, and a payload back to a checked delta.
+"""Encodings of a tensor: old and new bits to a payload, and a payload back to a checked delta.
 
 `dense` is the new tensor; `xor` and `overwrite` equal the shared Hugging Face index layout's byte
 for byte; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
@@ -75,10 +75,10 @@ class Encoded:
 
 
 PLANES_ABOVE_RATIO = 0.40
-"""Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
+"""Share of changed elements below which neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
 _SPARSE_BELOW_RATIO = 0.60
-"""From this share on, `planes` marks the changed elements in fewer bytes than gaps do."""
+"""Share from which on `planes` marks the changed elements in fewer bytes than gaps do."""
 _GUESS_RUNS = 128
 _GUESS_RUN_ELEMENTS = 32
 """The share of changed elements is estimated from this many runs of neighbours: scattered single

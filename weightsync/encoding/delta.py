@@ -146,7 +146,7 @@ def decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
         raise Corrupt(f"overwrite: {raw.size} bytes hold no count")
     count = int(raw[:4].view("<u4")[0])
     if raw.size != 4 + 5 * count:
-        raise Corrupt(f"overwrite: {raw.size} bytes for {count} changes")
+        raise Corrupt(f"overwrite: {raw.size} bytes, not those of {count} changes")
     positions = raw[4 : 4 + 4 * count].view("<u4")
     if count and int(positions.max()) >= spec.size_bytes:
         raise Corrupt(f"overwrite: position {positions.max()} in {spec.size_bytes} bytes")

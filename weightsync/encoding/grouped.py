@@ -81,7 +81,7 @@ class GroupedDelta:
         return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> "OpenedGroups":
-        """These changes, for elements of `width_bytes`, for callers with their own loops."""
+        """The changes to elements of `width_bytes`, for callers with their own loops."""
         low_bits, small, far, codes = _parts(self.payload, self.row)
         both = np.stack([low_bits & MAX_LOW_BITS, low_bits >> 4], axis=1).reshape(-1)
         wide = self.payload[self.row[_END] :].reshape(-1, INDEX_BYTES + width_bytes)

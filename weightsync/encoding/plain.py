@@ -49,7 +49,7 @@ class PlainDelta:
         return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> SparseDelta:
-        """These changes, for elements of `width_bytes`, for callers with their own loops."""
+        """The changes to elements of `width_bytes`, for callers with their own loops."""
         start, step, far = (int(self.row[column]) for column in (_PLANES, _PLANE_STEP, _FAR))
         planes = [self._stream(start + step * plane, far) for plane in range(width_bytes)]
         return SparseDelta(

@@ -47,7 +47,7 @@ class PayloadReader:
             if byte < 0x80:
                 break
         else:
-            raise Corrupt(f"number longer than {MAX_BYTES} bytes")
+            raise Corrupt(f"a packed number has more than {MAX_BYTES} bytes")
         self.at = at
         if value > at_most:
             raise Corrupt(f"number {value} where at most {at_most} is possible")

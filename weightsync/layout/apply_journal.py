@@ -29,7 +29,7 @@ Digests = dict[str, str]
 """xxh3-128 per tensor name."""
 
 
-class _State(
+class _ApplyState(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="state", forbid_unknown_fields=True
 ):
     version: WeightVersion
@@ -39,7 +39,7 @@ class _State(
     """Hash of names, dtypes, shapes and digests, to compare the files with."""
 
 
-class Held(_State, frozen=True, kw_only=True, tag="held"):
+class Held(_ApplyState, frozen=True, kw_only=True, tag="held"):
     """The directory is exactly this version."""
 
     sequence: int
@@ -49,7 +49,7 @@ class Held(_State, frozen=True, kw_only=True, tag="held"):
     seal: str = ""
 
 
-class Applying(_State, frozen=True, kw_only=True, tag="applying"):
+class Applying(_ApplyState, frozen=True, kw_only=True, tag="applying"):
     """The directory is being brought to this version and holds no version until then."""
 
     base_version: WeightVersion | None
@@ -64,7 +64,7 @@ class Applying(_State, frozen=True, kw_only=True, tag="applying"):
 
     def behind(self, now: Mapping[str, str]) -> list[str] | None:
         """The tensors with the base's bits, which take the deltas; the others have the new ones.
-        None if one is torn, or the files have other tensors: they are written anew."""
+        None if one is torn, or the files have other tensors: all are then written again."""
         old = [name for name, digest in now.items() if digest != self.after.get(name)]
         is_whole = now.keys() == self.after.keys() and all(
             now[name] == self.before.get(name) for name in old

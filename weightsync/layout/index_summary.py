@@ -26,7 +26,7 @@ class SectionSummary(msgspec.Struct, frozen=True):
 
 
 class IndexSummary(msgspec.Struct, frozen=True):
-    """Its tables are bytes yet: a few kilobytes may be a table of 512 MiB."""
+    """An index whose tables stay encoded: a few kilobytes may be a table of 512 MiB."""
 
     metadata: IndexMetadata
     weight_map: msgspec.Raw

@@ -78,8 +78,8 @@ def header_room(name: str) -> int:
 
 
 def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    """Tensors of each file, in order: up to the limit, or one that is larger by itself, and no more
-    than fit into a header that readers take."""
+    """Tensors of each file, in order: up to `limit_bytes`, or one larger tensor, within a header of
+    MAX_HEADER_BYTES."""
     shard: dict[str, TensorSpec] = {}
     left_bytes, left_header = limit_bytes, MAX_HEADER_BYTES
     for name, spec in layout.items():

@@ -50,7 +50,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
 
 
 class SkippedEntries(msgspec.Struct, frozen=True):
-    """Per rank, the entries that a lower rank with the same bits publishes instead."""
+    """Entries of each rank that a lower rank with the same bits publishes instead."""
 
     by_rank: list[list[str]]
 

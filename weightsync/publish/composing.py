@@ -39,7 +39,7 @@ _MOST_OF_DENSE = 0.5
 """Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
 _SMALL_BYTES = 64 << 20
 _MAX_PAYLOADS = 1 << 19
-"""Each takes some 50 us of the interpreter, which the trainer shares."""
+"""A payload takes some 50 us of the interpreter, which the trainer shares."""
 _SHARD_BYTES = 32 << 20
 _MOST_THREADS = 8
 """A server composes on half of its cores, since a store is often beside its trainer."""
@@ -155,7 +155,7 @@ def composed_skip(
 def _payloads(
     store: Store, chain: list[tuple[VersionRef, Manifest]], spool: Spool, until: Event
 ) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str]]:
-    """Per entry: where its payloads are, in the chain's order, and the last digest."""
+    """Places of each entry's payloads, in the chain's order, and the last digest."""
     changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
     digests: dict[str, str] = {}
     for ref, manifest in chain:

@@ -156,7 +156,7 @@ class DirectoryWriter:
 
     def sizes(self) -> dict[VersionRef, int]:
         with refusals(self._root):
-            # Nothing is in a file, or behind a dead link, that has a version's name.
+            # A file or a dead link with a version's name counts as an empty version.
             return {
                 ref: sum(file.stat().st_size for file in (self._root / ref.directory).glob("*"))
                 for ref in self.refs()

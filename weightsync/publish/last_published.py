@@ -121,7 +121,7 @@ class Contents:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _MappedContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of a mapped file's content."""
 
     format: int
@@ -263,8 +263,8 @@ class LastPublished:
                 self._file.forget_record()
                 _LOG.warning("version %d: no copy for a restart: %s", version, error)
 
-    def _record(self, version: WeightVersion) -> _Record:
-        return _Record(
+    def _record(self, version: WeightVersion) -> _MappedContent:
+        return _MappedContent(
             format=RECORD_FORMAT,
             version=version,
             state_hash=self.state_hash,
@@ -280,7 +280,7 @@ class LastPublished:
         if self._file is None:
             return
         try:
-            record = msgspec.json.decode(self._file.recorded(), type=_Record)
+            record = msgspec.json.decode(self._file.recorded(), type=_MappedContent)
             found = (record.format, record.version, record.state_hash)
             if found == (RECORD_FORMAT, latest, state_hash):
                 self._take_over(self._file, record)
@@ -291,7 +291,7 @@ class LastPublished:
             pass
         self.forget()
 
-    def _take_over(self, file: MappedFile, record: _Record) -> None:
+    def _take_over(self, file: MappedFile, record: _MappedContent) -> None:
         self._specs = {
             entry: checked_spec(dtype, shape, what=f"copy of {entry!r}")
             for entry, dtype, shape in record.lie

@@ -203,7 +203,7 @@ class OtherRank:
         self._exchange = 0
         self._opening: RankMessage | None = None
         self._is_over = False
-        # An earlier call that rank 0 did not take is no part of this one.
+        # A file of an earlier call that rank 0 did not take does not belong to this one.
         mailbox.discard(f"call-{rank:05d}")
 
     def gather(self, message: _T) -> list[_T]:

@@ -24,7 +24,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 class RankExchange(Protocol):
     def gather(self, message: _T) -> list[_T]:
-        """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
+        """The messages of all ranks in rank order on rank 0; an empty list on other ranks."""
 
     def tell(self, message: _T | None, kind: type[_T]) -> _T:
         """Rank 0's message; the other ranks pass None."""

@@ -43,7 +43,7 @@ class VersionSettings:
     for receivers of whole tensors behind a slow link, without skip deltas; XOR and OVERWRITE suit
     readers of the shared layout."""
     skip_deltas: bool = True
-    """Also write deltas over several versions, for receivers that have fallen behind."""
+    """Write skip deltas too, for receivers that have fallen behind."""
     check_finite: bool = False
     """Refuse a state with NaN or infinite elements, by the tensor's name."""
 
@@ -121,7 +121,7 @@ class AnnounceSettings:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """None for an empty `jobs`, as a command's option may be."""
+        """URLs of the jobs; empty for an empty string in `jobs`, as a command's option may be."""
         jobs = (self.jobs,) if isinstance(self.jobs, str) else self.jobs
         return tuple(filter(None, jobs))
 

@@ -120,7 +120,7 @@ class Piece:
     spec: TensorSpec
     record: SliceRecord | None
     tensor: "torch.Tensor | None"
-    """None once the next piece was requested, which frees memory for gathering it."""
+    """The tensor; None once the next piece was requested, which frees memory for gathering it."""
     check_finite: bool = False
 
     def bits(self, *, own: bool) -> Bits:
@@ -157,9 +157,9 @@ class TrainerState:
         check_finite: bool = False,
     ) -> None:
         if not isinstance(state, Mapping) and hasattr(state, "state_dict"):
-            raise ConfigError("a module: pass its `state_dict()`")
+            raise ConfigError("cannot publish a module: pass its `state_dict()`")
         if not isinstance(state, Iterable):
-            raise ConfigError(f"a {type(state).__name__}: pass a state dict")
+            raise ConfigError(f"cannot publish a {type(state).__name__}: pass a state dict")
         self.is_lasting = isinstance(state, Mapping)
         self._is_adapter = is_adapter
         self._finds_ties = finds_ties

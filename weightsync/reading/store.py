@@ -152,7 +152,7 @@ class Store:
         return merged
 
     def small_file(self, ref: VersionRef, name: str, limit_bytes: int) -> bytes:
-        """Another file of a version; raises Corrupt if it is missing or over the limit."""
+        """A version's file besides its shards; raises Corrupt if missing or over the limit."""
         try:
             return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
         except FileNotFoundError as error:

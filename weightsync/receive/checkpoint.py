@@ -47,7 +47,7 @@ _METADATA = {"format": "pt", "kept_by": "rosemux"}
 """transformers refuses a shard without its format."""
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _CheckpointIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
     metadata: dict[str, int] = {}
 
@@ -107,7 +107,7 @@ def write_checkpoint(
     except OSError as error:
         sweep(directory)
         raise storage_error(error, directory) from error
-    index = _Index(
+    index = _CheckpointIndex(
         weight_map={name: shard for shard, held in shards.items() for name in held},
         metadata={"total_size": sum(spec.size_bytes for spec in layout.values())},
     )
@@ -159,10 +159,10 @@ def _shard_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in directory.iterdir() if _SHARD.match(entry.name)))
 
 
-def _index(directory: Path) -> _Index:
+def _index(directory: Path) -> _CheckpointIndex:
     try:
         raw = read_plain(directory / INDEX_FILE, MAX_TABLE_BYTES)
-        index = msgspec.json.decode(raw, type=_Index)
+        index = msgspec.json.decode(raw, type=_CheckpointIndex)
         for shard in set(index.weight_map.values()):
             checked_name(shard, what="shard")
     except (OSError, *UNDECODABLE, ValueError, RecursionError, PeerProtocolError) as error:

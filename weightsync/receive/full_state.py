@@ -82,7 +82,7 @@ class FullState(Mapping[str, Bits]):
         return name in self._layout
 
     def __getitem__(self, name: str) -> Bits:
-        """In fresh memory, or in the copy's own: not to be changed."""
+        """The tensor in fresh memory or in the copy's own; callers must not change it."""
         spec = self._layout[name]
         alone = self._whole_entry(name)
         if alone is not None:
@@ -117,7 +117,7 @@ class FullState(Mapping[str, Bits]):
     def held(
         self, layout: Layout, parts: Mapping[str, Collection[EntryPart]] | None = None
     ) -> "FullState":
-        """The same state with these tensors only, for a holder of these parts of it."""
+        """This state with the tensors of `layout` only, for a holder of `parts` of them."""
         return FullState(layout, self._parts if parts is None else parts, self._entries)
 
     def _whole_entry(self, name: str) -> StoredEntry | None:

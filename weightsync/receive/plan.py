@@ -3,7 +3,7 @@
 Reads manifests only. The first way is the cheaper by bytes of the delta chain from the current
 version and a full checkpoint with the chain after it; the others lead further back, for a store
 that is broken in part. Another trainer's store is walked to its base only if the chain from the
-current version is broken: it has no other full checkpoint, and no slices that one would tell.
+current version is broken: it has no other full checkpoint, and records no slices of tensors.
 
 Ways over skip deltas come first. A skip delta is what the deltas between its versions add up to, so
 that it is smaller than they are, and the delta of every version is still there if one is broken.

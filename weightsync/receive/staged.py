@@ -34,12 +34,12 @@ class Expected:
     """Hashes by which the final state is verified."""
 
     state_hash: str | None
-    """None for a version of a foreign store."""
+    """The version's state hash; None in a foreign store."""
     checksums: Mapping[str, tuple[str, str]]
     """Algorithm and checksum per tensor that a foreign store changed; else empty."""
     slicing: Slicing = field(default_factory=Slicing)
     digests: Mapping[str, str] | None = None
-    """For a holder of parts, the digest of each held entry; the state hash covers all entries."""
+    """Digests of held entries, for a holder of parts; the state hash covers all entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Staged:
     full: FullState | None
     """The verified final state, if the plan starts from a full checkpoint."""
     deltas: Mapping[str, tuple[Delta, ...]]
-    """Per tensor, in order of application; empty if `full` holds the final state."""
+    """Deltas of each tensor in order of application; empty if `full` holds the final state."""
     expected: Expected
     bytes_read: int
     parts: HeldParts

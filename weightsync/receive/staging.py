@@ -1,4 +1,4 @@
-"""From a plan to checked changes: reads shards, decodes, verifies. Touches no engine.
+"""Turns a plan into checked changes: reads shards, decodes, verifies. Touches no engine.
 
 Two passes. The first brings everything into the receiver's own copy (spool.py) and checks it there:
 a full checkpoint is brought to its final state and hashed. The second, at apply time, reads

@@ -37,7 +37,7 @@ _MAX_FAILED = 256
 @dataclass(slots=True)
 class _Composed:
     tag: str
-    """Entity tag of the index of the version that it leads to: another run's is composed anew."""
+    """Entity tag of the last version's index: a delta to another run's version is not reused."""
     files: "asyncio.Future[Files]"
     size_bytes: int = 0
     """0 while it is in the making."""

@@ -53,7 +53,7 @@ class UpstreamOutage:
         if self.is_on and (held := recall()) is not None:
             return held
         asking = asyncio.ensure_future(ask())
-        # Every waiting reader may have left by the time it fails.
+        # Fetches the exception: asyncio would log it if all readers have left before the failure.
         asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())
         done, _ = await asyncio.wait({asking}, timeout=wait_s + PATIENCE_S)
         if not done or isinstance(asking.exception(), Exhausted):

@@ -17,7 +17,7 @@ from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.source import StoreSource, no_store
 
 _FOREIGN = "of another system"
-"""Other systems mark no version with READY."""
+"""End of a summary of another system's version, which lacks READY."""
 _MAX_FILES = 1 << 16
 _MAX_FILES_BYTES = 2 * MAX_INDEX_BYTES
 """Chunk digests, most of an index that has them, compress to half: a whole index may hold more."""

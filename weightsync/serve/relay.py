@@ -37,7 +37,7 @@ _INDEXES = 256
 
 
 class RelayedStores:
-    """In front of another place with stores. Belongs to one event loop."""
+    """Stores of another server, relayed. Belongs to one event loop."""
 
     def __init__(
         self,

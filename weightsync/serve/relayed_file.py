@@ -146,7 +146,8 @@ class RelayedFile:
                 self._disk, digest_on_disk, handle, size
             )
             if found != self._xxh3_128:
-                self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
+                name = self._held.path.name
+                self._fail(Corrupt(f"{name}: upstream's file has hash {found}; retry pulls again"))
             elif not self._held.is_whole:
                 self._cache.settle(self._held)
             else:

@@ -50,7 +50,7 @@ class LatestWatch:
             if self._turn is None or self._turn.done() or self._turn_knew != known:
                 self._turn_knew = known
                 self._turn = asyncio.ensure_future(self._ask(known, _TURN_S))
-                # Every waiting reader may have left by the time it fails.
+                # Fetches the exception: asyncio would log it if all readers have left by then.
                 self._turn.add_done_callback(lambda turn: turn.cancelled() or turn.exception())
             done, _ = await asyncio.wait({self._turn}, timeout=left_s)
             if done:

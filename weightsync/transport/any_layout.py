@@ -174,7 +174,7 @@ class AnyLayoutSource(StoreSource):
         return stamped(layout.shared(raw, f"{self}/{there}") if layout.shared else raw, stamp)
 
     def _at(self, layout: ForeignLayout, path: str) -> tuple[StoreSource, str]:
-        """Where a file is. Raises FileNotFoundError, and Corrupt for a link out of the store."""
+        """A file's source and path. Raises FileNotFoundError, and Corrupt for a link out of it."""
         directory, _, file = path.partition("/")
         ref = named_ref(directory)
         if ref is None or ref.kind is not Kind.WEIGHT:

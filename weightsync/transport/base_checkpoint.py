@@ -78,7 +78,7 @@ class BaseCheckpoint:
             size = self.source.size_bytes(shard)
             length = int.from_bytes(self.source.bytes_at(shard, 0, 8), "little")
             if length > min(size - 8, MAX_INDEX_BYTES):
-                raise Corrupt(f"a header of {length} bytes in a file of {size}")
+                raise Corrupt(f"a file of {size} bytes claims a header of {length} bytes")
             raw = self.source.bytes_at(shard, 8, length)
             header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except (FileNotFoundError, Corrupt, *UNDECODABLE) as error:

@@ -53,7 +53,7 @@ class ForeignLayout:
         return f"{self.below}{self.directory.format(version)}/{file}"
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _PayloadRecord(msgspec.Struct, frozen=True):
     name: str
     payload_file: str
     payload_key: str
@@ -64,7 +64,7 @@ class _Record(msgspec.Struct, frozen=True):
 class _Manifest(msgspec.Struct, frozen=True):
     version: int
     base_version: int
-    tensors: list[_Record]
+    tensors: list[_PayloadRecord]
 
 
 def _from_manifest(raw: bytes, path: str) -> bytes:
@@ -142,14 +142,14 @@ def layout_of(
     return found[0] if found else None
 
 
-class _Metadata(msgspec.Struct):
+class _IndexVersion(msgspec.Struct):
     version: msgspec.Raw = msgspec.Raw()
 
 
 class _Signs(msgspec.Struct):
     """Decodes no more of an index: a server answers here for an index that a tenant wrote."""
 
-    metadata: _Metadata | None = None
+    metadata: _IndexVersion | None = None
     rosemux: msgspec.Raw = msgspec.Raw()
 
 

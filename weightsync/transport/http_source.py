@@ -44,9 +44,9 @@ _NO_NEWS = News(b"", StoreVersions(()), {})
 _NEWS_S = 5.0
 """Time for which news are believed, as if a slow reader had asked for everything at once."""
 _HELD_BACK_S = 1.0
-"""A server that holds a question back does so for longer; ours for up to 30 s."""
+"""A server that holds a request back does so for longer than this; ours for up to 30 s."""
 _POLL_S = 0.2
-"""Between two questions to a server that does not hold one back until LATEST changes."""
+"""Time between two requests to a server that does not hold them back until LATEST changes."""
 
 
 class HttpSource(StoreSource):
@@ -73,7 +73,7 @@ class HttpSource(StoreSource):
         self._known: bytes | None = None
         """LATEST as it was read last."""
         self._news, self._news_until_s = _NO_NEWS, 0.0
-        """Their rest: each file is read once."""
+        """The unread rest of an answer that named a version: each file is read once."""
 
     def __str__(self) -> str:
         return self._url
@@ -279,7 +279,7 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     status = answer.status
     if status in {200, 206, 304}:
         if answer.chunked:
-            raise PeerProtocolError(f"{what}: an answer in chunks, without a length")
+            raise PeerProtocolError(f"{what}: the server sent chunks without a Content-Length")
         return
     body = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
     message = f"{what}: {status} {body[:200]}"

@@ -40,7 +40,7 @@ class Slots(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
+class _ComingAdapter:
     copy: AdapterCopy
     form: Any
     held: AdapterCopy | None
@@ -54,7 +54,7 @@ class AdaptedWeights:
         self._base = base
         self._stores = stores
         self._slots = slots
-        self._stager: Stager[_Coming] = Stager()
+        self._stager: Stager[_ComingAdapter] = Stager()
         self._reader: Stager[Manifest | None] = Stager()
         self._held: dict[str, AdapterCopy] = {}
         """Copies in force, by the name in requests."""
@@ -196,16 +196,16 @@ class AdaptedWeights:
     def _of_store(self, store: str) -> AdapterCopy | None:
         return next((copy for copy in self._held.values() if copy.store == store), None)
 
-    def _preparing(self, request: RequestedVersion) -> Callable[[], _Coming]:
+    def _preparing(self, request: RequestedVersion) -> Callable[[], _ComingAdapter]:
         """The preparation as a callable, bound to the copy in force now."""
         held = self._of_store(request.store)
         return lambda: self._prepared(request, held)
 
-    def _prepared(self, request: RequestedVersion, held: AdapterCopy | None) -> _Coming:
+    def _prepared(self, request: RequestedVersion, held: AdapterCopy | None) -> _ComingAdapter:
         copy = self._stores.copied(request.store, request.version, held)
         with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
             copy.write_to(Path(directory))
-            return _Coming(copy, self._slots.read(Path(directory)), held)
+            return _ComingAdapter(copy, self._slots.read(Path(directory)), held)
 
 
 def _base_request(record: AdapterRecord) -> RequestedVersion:

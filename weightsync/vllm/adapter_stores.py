@@ -72,7 +72,7 @@ class AdapterStores:
         self._pool = PacedPool(THREADS)
         self._open: dict[str, tuple[Store, Receiver]] = {}
         self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
-        """From a version's first staging to the end of its load."""
+        """Manifests of versions between their first staging and the end of their load."""
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""

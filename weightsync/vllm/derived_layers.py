@@ -20,7 +20,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _LoadedParameter:
     """A parameter as loaded, before vLLM processed it."""
 
     tensor: torch.Tensor
@@ -40,7 +40,7 @@ class DerivedLayers:
     def __init__(self, layers: Sequence[Any], model_config: Any) -> None:
         self._layers = layers
         self._model_config = model_config
-        self._loaded: dict[Any, dict[str, _Loaded]] = {}
+        self._loaded: dict[Any, dict[str, _LoadedParameter]] = {}
 
     @property
     def exist(self) -> bool:
@@ -77,7 +77,7 @@ class DerivedLayers:
 
     def _keep(self, layer: Any) -> None:
         self._loaded[layer] = {
-            name: _Loaded(parameter.data, type(parameter), dict(parameter.__dict__))
+            name: _LoadedParameter(parameter.data, type(parameter), dict(parameter.__dict__))
             for name, parameter in layer.named_parameters(recurse=False)
         }
 

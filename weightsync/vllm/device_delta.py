@@ -64,7 +64,7 @@ def stream_positions(gaps: Bytes, device: torch.device) -> Iterator[torch.Tensor
     for start in range(0, gaps.size, CHANGES_AT_ONCE):
         piece = to_device(gaps[start : start + CHANGES_AT_ONCE], device)
         is_change = piece != GAP_ESCAPE
-        # No byte runs over: an escape is no change.
+        # No byte runs over: an escape adds no change.
         positions = torch.cumsum(piece + is_change, 0, dtype=torch.int64).add_(after)
         after = positions[-1].clone()
         yield positions.sub_(1)[is_change]

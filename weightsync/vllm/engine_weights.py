@@ -48,7 +48,7 @@ class RequestedVersion:
     state_hash: str | None = None
     """The state hash that the caller expects; None accepts the published one."""
     adapter: str | None = None
-    """For a store of LoRA adapters: the name that requests give as their model."""
+    """Name that requests give as their model, for a store of LoRA adapters."""
 
     @property
     def key(self) -> tuple[str, WeightVersion]:
@@ -256,8 +256,8 @@ class EngineWeights:
         if target is not None and target.layout() != staged.layout:
             other = difference(target.layout(), staged.layout)
             raise ConfigError(
-                f"store {request.store} holds another model than this engine's: {other}; an engine "
-                "that starts anew takes it, if it is the same model in another dtype"
+                f"store {request.store} holds another model than this engine's: {other}; restart "
+                "the engine to load it, if it is the same model in another dtype"
             )
         if isinstance(target, RankMap):
             target.check_unplaced(staged.parts, staged.table)

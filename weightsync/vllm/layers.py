@@ -22,7 +22,7 @@ _DERIVED_METHODS = frozenset(
         "Fp8PerBlockOnlineLinearMethod",
     }
 )
-"""Each was compared with a fresh engine, token for token."""
+"""Methods whose output was compared with a fresh engine's, token for token."""
 _LATENT_ATTENTION = "MLAAttention"
 _ABSORBED_FORMS = ("W_UK_T", "W_UV")
 """Factors of the weight of latent attention's `kv_b_proj`, by which its steps compute."""

@@ -31,7 +31,7 @@ class PacedPool(Executor):
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-apply")
         self._settle = settle
         self.pace: Pace | None = None
-        """None if no production engine is beside this engine."""
+        """Paces the work beside a production engine; None without one."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         pace = self.pace

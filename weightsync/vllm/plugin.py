@@ -44,7 +44,7 @@ def _register() -> None:
     parameters = inspect.signature(WeightTransferEngine.__init__).parameters
     shape = next((name for name in ENGINES if name in parameters), None)
     if shape is None:
-        _logger.warning("this vLLM's weight engines differ: backend %r is off", BACKEND)
+        _logger.warning("weight engines of this vLLM are unknown: backend %r is off", BACKEND)
         return
     WeightTransferEngineFactory.register_engine(BACKEND, *ENGINES[shape])
     executor_replies.install(BACKEND)

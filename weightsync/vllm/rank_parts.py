@@ -48,7 +48,7 @@ def missing_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _expert_maps(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """For each layer, the index of each expert on this rank, negative if it is on another."""
+    """Index of each expert on this rank, by layer; negative if it is on another rank."""
     for name, layer in own_layers(model):
         held = getattr(layer, _EXPERT_MAP, None)
         if isinstance(held, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A full copy of a checkpoint in host memory, for an engine whose loader cannot be mapped.
+"""A full copy of a checkpoint in host memory, for engines whose loader has no map (`loader_map`).
 
 vLLM's own loader passes the copy on at each update. The hash covers the copy; the loader's result
 is upstream's.

@@ -209,7 +209,7 @@ def _await_stream(device: torch.device) -> None:
 
 
 def _weight_root(model_config: Any) -> StoreRoot:
-    """Where the stores are. Version 0 of another trainer's store is the engine's own model."""
+    """Root of the stores. Version 0 of another trainer's store is the engine's own model."""
     location = os.environ.get(ROOT_VARIABLE, "")
     model = str(getattr(model_config, "model", ""))
     base = os.environ.get(BASE_VARIABLE) or (model if has_shards(model) else None)

@@ -20,7 +20,7 @@ _MANTISSA_BITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """A dense decoder with a head of its own, as checkpoints name its tensors."""
 
     layers: int
@@ -46,13 +46,15 @@ class Shape:
         yield "lm_head.weight", (self.vocabulary, self.hidden)
 
 
-LLAMA_8B = Shape(layers=3, hidden=4096, key_value=1024, intermediate=14_336, vocabulary=128_256)
+LLAMA_8B = DecoderShape(
+    layers=3, hidden=4096, key_value=1024, intermediate=14_336, vocabulary=128_256
+)
 """Llama-3.1-8B's tensors, three of its 32 layers: 3.4 GB, of which the host has its
 share to do within a minute."""
-TINY = Shape(layers=1, hidden=48, key_value=16, intermediate=80, vocabulary=160)
+TINY = DecoderShape(layers=1, hidden=48, key_value=16, intermediate=80, vocabulary=160)
 
 
-def drawn(shape: Shape, device: torch.device, *, seed: int) -> dict[str, torch.Tensor]:
+def drawn(shape: DecoderShape, device: torch.device, *, seed: int) -> dict[str, torch.Tensor]:
     """Random weights in bfloat16; norms are about one."""
     generator = torch.Generator(device).manual_seed(seed)
     return {

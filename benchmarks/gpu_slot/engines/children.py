@@ -15,7 +15,7 @@ from benchmarks.gpu_slot.engines.orders import (
     REPLIES,
     Broken,
     EngineSetting,
-    Ready,
+    EnginesReady,
     Reply,
     Roll,
     Rolled,
@@ -35,7 +35,7 @@ _LATE_S = 40.0
 @dataclass(slots=True)
 class EngineChild:
     process: asyncio.subprocess.Process
-    ready: Ready
+    ready: EnginesReady
     _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
     _orders: int = 0
 
@@ -79,7 +79,7 @@ class EngineChild:
         try:
             while line := await self.process.stdout.readline():
                 reply = REPLIES.decode(line)
-                if not isinstance(reply, Ready):
+                if not isinstance(reply, EnginesReady):
                     self._replies.pop(reply.number).set_result(reply)
         except (msgspec.MsgspecError, ValueError, KeyError) as error:
             fault = f"an engine's reply cannot be read: {error}"
@@ -119,7 +119,7 @@ async def engine(
         await ended(process, process.stdin.close, process.terminate)
 
 
-async def _ready(process: asyncio.subprocess.Process) -> Ready:
+async def _ready(process: asyncio.subprocess.Process) -> EnginesReady:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(_START_S):
@@ -129,5 +129,5 @@ async def _ready(process: asyncio.subprocess.Process) -> Ready:
     if not line:
         raise ConfigError("an engine's process ended at its start; its error stands above")
     reply = REPLIES.decode(line)
-    assert isinstance(reply, Ready)
+    assert isinstance(reply, EnginesReady)
     return reply

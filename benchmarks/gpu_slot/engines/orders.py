@@ -34,7 +34,7 @@ class EngineSetting(msgspec.Struct, frozen=True, kw_only=True):
     all of them."""
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EnginesReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     start_s: float
     multiprocessors: dict[str, int] = {}
     """Multiprocessors that production and guest may use, if known."""
@@ -71,6 +71,6 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Order = Serve | Roll
-Reply = Ready | ServedLoad | Rolled | Broken
+Reply = EnginesReady | ServedLoad | Rolled | Broken
 ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

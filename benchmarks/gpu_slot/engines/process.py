@@ -27,7 +27,7 @@ from benchmarks.gpu_slot.engines.orders import (
     Broken,
     EngineForms,
     EngineSetting,
-    Ready,
+    EnginesReady,
     Reply,
     Roll,
     Rolled,
@@ -59,7 +59,7 @@ def main() -> None:
     # Both engines of one process share Python's lock: neither may keep the other waiting for it.
     sys.setswitchinterval(_SWITCH_S)
     engines = _engines(setting)
-    reply(Ready(start_s=clock.now() - began_s, multiprocessors=engines.multiprocessors))
+    reply(EnginesReady(start_s=clock.now() - began_s, multiprocessors=engines.multiprocessors))
     for line in sys.stdin.buffer:
         order = ORDERS.decode(line)
         threading.Thread(target=_obey, args=(engines, order, reply), daemon=True).start()

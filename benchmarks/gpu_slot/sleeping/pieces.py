@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.gpu_slot.decode_model import ModelShape
+from benchmarks.gpu_slot.decode_model import DecodeShape
 from benchmarks.gpu_slot.sleeping.virtual_memory import VirtualMemory
 from harvester.contracts.clock import monotonic_ns
 
@@ -147,7 +147,7 @@ class SleepingPieces:
         return int((words * (2 * self._positions[: words.numel()] + 1)).sum())
 
 
-def tensor_sizes(shape: ModelShape, *, granularity_bytes: int) -> list[int]:
+def tensor_sizes(shape: DecodeShape, *, granularity_bytes: int) -> list[int]:
     """Bytes of a bf16 model's matrices, each rounded up, and of one piece for its norms."""
     width = shape.heads * shape.head_dim
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim

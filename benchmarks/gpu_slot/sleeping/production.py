@@ -32,7 +32,7 @@ Step = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Production:
+class ProductionProcess:
     """The parent's side. Starts while the parent prepares; `wait_until_ready` comes first."""
 
     _process: "subprocess.Popen[bytes]"
@@ -68,7 +68,7 @@ class Production:
 
 
 @contextmanager
-def production(kind: str, *, tiny: bool) -> Iterator[Production]:
+def production(kind: str, *, tiny: bool) -> Iterator[ProductionProcess]:
     """A production process, ended on leaving."""
     command = [sys.executable, "-m", "benchmarks.gpu_slot.sleeping.production", kind]
     process = subprocess.Popen(
@@ -80,7 +80,7 @@ def production(kind: str, *, tiny: bool) -> Iterator[Production]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield Production(process)
+        yield ProductionProcess(process)
     finally:
         process.stdin.close()
         try:

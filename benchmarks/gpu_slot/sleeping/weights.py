@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_slot.decode_model import LLAMA_8B, ModelShape
+from benchmarks.gpu_slot.decode_model import LLAMA_8B, DecodeShape
 from benchmarks.gpu_slot.device import Device, device_of
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sleeping.cuda_virtual_memory import cuda_virtual_memory
@@ -25,14 +25,21 @@ from benchmarks.gpu_slot.sleeping.figures import (
     steps_during,
 )
 from benchmarks.gpu_slot.sleeping.pieces import Pass, SleepingPieces, even_sizes, tensor_sizes
-from benchmarks.gpu_slot.sleeping.production import BATCH, CONTEXT_TOKENS, Production, production
+from benchmarks.gpu_slot.sleeping.production import (
+    BATCH,
+    CONTEXT_TOKENS,
+    ProductionProcess,
+    production,
+)
 from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory, VirtualMemory
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
 from harvester.contracts.errors import Corrupt
 
 Layouts = dict[str, SleepingPieces]
 
-_TINY = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=704, vocabulary=1024)
+_TINY = DecodeShape(
+    layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=704, vocabulary=1024
+)
 _PIECE_BYTES = 64 << 20
 _TINY_PIECE_BYTES = 256 << 10
 _EVEN = "even_pieces"
@@ -141,7 +148,7 @@ def _spoiled_piece_found(pieces: SleepingPieces) -> bool:
 @dataclass(slots=True)
 class _Rounds:
     layouts: Layouts
-    beside: Production
+    beside: ProductionProcess
     alone_s: float
     alone: dict[str, dict[str, list[Pass]]] = field(default_factory=dict)
     trials: dict[str, dict[str, list[MeasuredPass]]] = field(default_factory=dict)

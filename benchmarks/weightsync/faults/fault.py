@@ -10,7 +10,7 @@ Mend = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FaultClass:
     """One class of faults. `strike` chooses a holder, does the damage and returns the mending."""
 
     name: str
@@ -33,7 +33,7 @@ def damaging(
     *,
     encoding: Encoding | None = None,
     newest: int | None = None,
-) -> Fault:
+) -> FaultClass:
     """Damage to a store with any holder, mended by whole files or by the next version."""
 
     def strike(world: FaultWorld) -> Mend:
@@ -41,4 +41,4 @@ def damaging(
         damage(world)
         return world.mend()
 
-    return Fault(name, strike, encoding=encoding, in_store=True, newest=newest)
+    return FaultClass(name, strike, encoding=encoding, in_store=True, newest=newest)

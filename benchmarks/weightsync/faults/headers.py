@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from benchmarks.weightsync.faults.fault import Fault, damaging
+from benchmarks.weightsync.faults.fault import FaultClass, damaging
 from benchmarks.weightsync.faults.manifests import DEEP
 from benchmarks.weightsync.faults.payloads import forge
 from benchmarks.weightsync.faults.template import NEWEST
@@ -136,7 +136,7 @@ def _packed_header(world: FaultWorld) -> None:
     _write_header(shard, json.dumps({"rosemux.packed": entry}).encode(), rest)
 
 
-HEADERS: tuple[Fault, ...] = (
+HEADERS: tuple[FaultClass, ...] = (
     damaging("packed header that does not add up", _packed_header, encoding=Encoding.ROSEMUX),
     damaging("hostile tensor names", _tensor_names),
     damaging("no shard header: empty, deep, huge, not JSON", _not_a_header),

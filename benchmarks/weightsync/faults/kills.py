@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
-from benchmarks.weightsync.faults.tasks import Death, Task
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, nothing
+from benchmarks.weightsync.faults.tasks import ChildDeath, ChildTask
 from benchmarks.weightsync.faults.template import NEWEST
 from benchmarks.weightsync.faults.world import FaultWorld
 from weightsync.encoding.codec import Encoding
@@ -24,8 +24,8 @@ def _publishing(
     def strike(world: FaultWorld) -> Mend:
         world.hold_any()
 
-        def task(death: Death, store: Path = world.store) -> Task:
-            return Task(
+        def task(death: ChildDeath, store: Path = world.store) -> ChildTask:
+            return ChildTask(
                 role="publish",
                 copy_dir=f"{store}-copy" if outlived else "",
                 store=str(store),
@@ -42,7 +42,7 @@ def _publishing(
             world.republish(copy_dir=Path(f"{world.store}-copy") if outlived else None)
 
         key = f"publish {keep_versions} {outlived} {world.encoding} {world.division}"
-        whole = world.zygote.whole(key, lambda: task(Death(), world.root / "measured"))
+        whole = world.zygote.whole(key, lambda: task(ChildDeath(), world.root / "measured"))
         world.zygote.kill(task, how=how, whole=whole, rng=world.rng)
         return mend
 
@@ -55,8 +55,8 @@ def _copying(how: str) -> Callable[[FaultWorld], Mend]:
     def strike(world: FaultWorld) -> Mend:
         world.hold_any()
 
-        def task(death: Death) -> Task:
-            return Task(
+        def task(death: ChildDeath) -> ChildTask:
+            return ChildTask(
                 role="copy",
                 store=str(world.original),
                 target=str(world.store),
@@ -65,12 +65,12 @@ def _copying(how: str) -> Callable[[FaultWorld], Mend]:
             )
 
         def mend() -> None:
-            world.zygote.run(task(Death()))
+            world.zygote.run(task(ChildDeath()))
             world.newest = NEWEST
 
         whole = world.zygote.whole(
             f"copy {world.encoding} {world.division}",
-            lambda: Task(
+            lambda: ChildTask(
                 role="copy",
                 store=str(world.original),
                 target=str(world.root / "measured"),
@@ -88,20 +88,20 @@ def _pull(world: FaultWorld, phase: str, how: str, *, fresh: bool) -> None:
     if directory.exists():
         shutil.copytree(directory, before)
 
-    def task(death: Death, target: Path = directory) -> Task:
+    def task(death: ChildDeath, target: Path = directory) -> ChildTask:
         # A child that outlived its death has pulled: the next one would find nothing to do.
         shutil.rmtree(directory, ignore_errors=True)
         if before.exists():
             shutil.copytree(before, directory)
-        return Task(
+        return ChildTask(
             role="pull", store=str(world.source()), target=str(target), phase=phase, death=death
         )
 
-    def measured() -> Task:
+    def measured() -> ChildTask:
         target = world.root / f"measured {phase}"
         if not fresh:
             world.copy_held(target)
-        return task(Death(), target)
+        return task(ChildDeath(), target)
 
     key = f"pull {phase} {fresh} {world.source_kind} {world.newest}"
     world.zygote.kill(task, how=how, whole=world.zygote.whole(key, measured), rng=world.rng)
@@ -130,39 +130,39 @@ def _pulling(
 
 
 KILLS = (
-    Fault("kill publish at a byte", _publishing("byte", keep_versions=50)),
-    Fault("kill publish at a call", _publishing("call", keep_versions=50)),
-    Fault("kill publish at an instant", _publishing("instant", keep_versions=50)),
-    Fault("kill publish and prune at a call", _publishing("call", keep_versions=1)),
-    Fault(
+    FaultClass("kill publish at a byte", _publishing("byte", keep_versions=50)),
+    FaultClass("kill publish at a call", _publishing("call", keep_versions=50)),
+    FaultClass("kill publish at an instant", _publishing("instant", keep_versions=50)),
+    FaultClass("kill publish and prune at a call", _publishing("call", keep_versions=1)),
+    FaultClass(
         "kill publish with a copy that outlives it, at a byte",
         _publishing("byte", keep_versions=50, outlived=True),
     ),
-    Fault(
+    FaultClass(
         "kill publish with a copy that outlives it, at a call",
         _publishing("call", keep_versions=50, outlived=True),
     ),
-    Fault(
+    FaultClass(
         "kill publish with a copy that outlives it, at an instant",
         _publishing("instant", keep_versions=50, outlived=True),
     ),
-    Fault("kill copy at a byte", _copying("byte"), newest=NEWEST - 1),
-    Fault("kill copy at a call", _copying("call"), newest=NEWEST - 1),
-    Fault("kill pull at a call", _pulling("run", "call")),
-    Fault("kill pull at an instant", _pulling("run", "instant")),
-    Fault("kill stage at an instant", _pulling("stage", "instant")),
-    Fault("kill apply at an instant", _pulling("apply", "instant")),
-    Fault("kill apply within a tensor", _pulling("apply", "tensor")),
-    Fault("kill first pull at a call", _pulling("run", "call", fresh=True)),
-    Fault("kill first pull at an instant", _pulling("run", "instant", fresh=True)),
-    Fault("kill apply, then its repairs", _pulling("apply", "tensor", kills=3)),
-    Fault(
+    FaultClass("kill copy at a byte", _copying("byte"), newest=NEWEST - 1),
+    FaultClass("kill copy at a call", _copying("call"), newest=NEWEST - 1),
+    FaultClass("kill pull at a call", _pulling("run", "call")),
+    FaultClass("kill pull at an instant", _pulling("run", "instant")),
+    FaultClass("kill stage at an instant", _pulling("stage", "instant")),
+    FaultClass("kill apply at an instant", _pulling("apply", "instant")),
+    FaultClass("kill apply within a tensor", _pulling("apply", "tensor")),
+    FaultClass("kill first pull at a call", _pulling("run", "call", fresh=True)),
+    FaultClass("kill first pull at an instant", _pulling("run", "instant", fresh=True)),
+    FaultClass("kill apply, then its repairs", _pulling("apply", "tensor", kills=3)),
+    FaultClass(
         "slime: kill -9 within an apply of XOR",
         _pulling("apply", "tensor"),
         encoding=Encoding.XOR,
         newest=NEWEST - 1,
     ),
-    Fault(
+    FaultClass(
         "slime: kill -9 within an apply of its own layout",
         _pulling("apply", "tensor", foreign=True),
         encoding=Encoding.XOR,

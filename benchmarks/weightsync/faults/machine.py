@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, nothing
 from benchmarks.weightsync.faults.holders import Claim, directory_contents
 from benchmarks.weightsync.faults.states import states
 from benchmarks.weightsync.faults.template import ANCHOR_EVERY, HELD_VERSION
@@ -263,17 +263,17 @@ def _read_while_applied(world: FaultWorld) -> Mend:
     return nothing
 
 
-MACHINE: tuple[Fault, ...] = (
-    Fault("clock jumps", _clock_jumps),
-    Fault("disk full while publishing", _disk_full_while_publishing),
-    Fault("SkyRL: the record of what is held is torn", _record),
-    Fault("SkyRL: a corrupt payload is seen, then repaired", _repaired_under_its_name),
-    Fault("files of the directory change", _rot),
-    Fault("wrong base: the holder has other bits", _wrong_base),
-    Fault("the directory is read while it changes", _read_while_applied),
+MACHINE: tuple[FaultClass, ...] = (
+    FaultClass("clock jumps", _clock_jumps),
+    FaultClass("disk full while publishing", _disk_full_while_publishing),
+    FaultClass("SkyRL: the record of what is held is torn", _record),
+    FaultClass("SkyRL: a corrupt payload is seen, then repaired", _repaired_under_its_name),
+    FaultClass("files of the directory change", _rot),
+    FaultClass("wrong base: the holder has other bits", _wrong_base),
+    FaultClass("the directory is read while it changes", _read_while_applied),
 )
-DISKS: tuple[Fault, ...] = (
-    Fault("a small disk for the store", _small_disk_for_the_store),
-    Fault("a small disk for the directory", _small_disk_for_the_directory),
+DISKS: tuple[FaultClass, ...] = (
+    FaultClass("a small disk for the store", _small_disk_for_the_store),
+    FaultClass("a small disk for the directory", _small_disk_for_the_directory),
 )
 """Need `may_mount`."""

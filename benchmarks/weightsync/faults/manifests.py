@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, damaging
 from benchmarks.weightsync.faults.payloads import BENDS
 from benchmarks.weightsync.faults.template import HELD_VERSION, NEWEST
 from benchmarks.weightsync.faults.world import FaultWorld
@@ -184,7 +184,7 @@ def _anchor_is_a_delta(world: FaultWorld) -> None:
 
 _HUGE = (1 << 63, (1 << 63) - 1, 10**30, -1, 1e308)
 
-MANIFESTS: tuple[Fault, ...] = (
+MANIFESTS: tuple[FaultClass, ...] = (
     damaging("index bent", _bent_index),
     damaging("index of another version", _other_index),
     damaging("no index: empty, deep, huge, not JSON", _not_an_index),
@@ -219,7 +219,7 @@ MANIFESTS: tuple[Fault, ...] = (
         ),
     ),
     damaging("LATEST torn, foreign, ahead or behind", _latest),
-    Fault("LATEST is no file", _latest_is_no_file),
+    FaultClass("LATEST is no file", _latest_is_no_file),
     damaging("a file of a version is none", _no_file),
     damaging("READY is missing", _ready),
     damaging("READY is there before the files", _ready_too_early),

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import xxhash
 
-from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, damaging
 from benchmarks.weightsync.faults.template import HELD_VERSION, NEWEST, SKIPPING
 from benchmarks.weightsync.faults.world import FaultWorld, shards
 from weightsync.encoding.codec import Encoding
@@ -197,7 +197,7 @@ def _skip_delta(world: FaultWorld) -> Mend:
     return world.mend()
 
 
-PAYLOADS: tuple[Fault, ...] = (
+PAYLOADS: tuple[FaultClass, ...] = (
     *(damaging(f"payload {name}", _bent(bend, forged=False)) for name, bend in BENDS.items()),
     *(
         damaging(f"payload {name}, forged", _bent(bend, forged=True))
@@ -208,7 +208,7 @@ PAYLOADS: tuple[Fault, ...] = (
     damaging("wrong base: another version's payload", _other_shard, newest=NEWEST - 1),
     damaging("wrong base: another run's delta", _other_run),
     damaging("wrong base: the index names another", _other_base),
-    Fault(
+    FaultClass(
         "skip delta", _skip_delta, encoding=Encoding.ROSEMUX, in_store=True, newest=SKIPPING.version
     ),
     damaging("zstd bomb", _bomb),

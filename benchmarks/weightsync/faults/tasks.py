@@ -5,7 +5,7 @@ import msgspec
 from weightsync.encoding.codec import Encoding
 
 
-class Death(msgspec.Struct, frozen=True, kw_only=True):
+class ChildDeath(msgspec.Struct, frozen=True, kw_only=True):
     """The moment of a child's death; without any of these it lives and reports its progress."""
 
     after_bytes: int | None = None
@@ -19,7 +19,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     written_ratio: float = 0.5
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     """A child's work."""
 
     role: str
@@ -39,7 +39,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of a publisher's copy that outlives it."""
     phase: str = "run"
     """Phase from which `after_s` counts: run, stage or apply."""
-    death: Death = Death()
+    death: ChildDeath = ChildDeath()
 
 
 class ChildEnd(msgspec.Struct, frozen=True, kw_only=True):

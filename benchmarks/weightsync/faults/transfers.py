@@ -5,8 +5,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
-from benchmarks.weightsync.faults.tasks import Death, Task
+from benchmarks.weightsync.faults.fault import FaultClass, Mend, nothing
+from benchmarks.weightsync.faults.tasks import ChildDeath, ChildTask
 from benchmarks.weightsync.faults.world import FaultWorld
 from harvester.platform.backoff import RetryLimits
 from weightsync.transport.access import Access
@@ -30,14 +30,16 @@ def _free_port() -> int:
         return port
 
 
-def _server(world: FaultWorld, port: int, death: Death = Death()) -> Task:
-    return Task(
+def _server(world: FaultWorld, port: int, death: ChildDeath = ChildDeath()) -> ChildTask:
+    return ChildTask(
         role="serve", store=str(world.root), port=port, target=world.new_stop(), death=death
     )
 
 
-def _relay(world: FaultWorld, port: int, upstream: int, death: Death = Death()) -> Task:
-    return Task(
+def _relay(
+    world: FaultWorld, port: int, upstream: int, death: ChildDeath = ChildDeath()
+) -> ChildTask:
+    return ChildTask(
         role="relay",
         store=f"http://127.0.0.1:{upstream}",
         cache=str(world.root / "relayed"),
@@ -100,14 +102,14 @@ def _dying_receiver(world: FaultWorld) -> Mend:
     world.read_by(lambda: HttpSource(_url(port), _HASTY))
     world.hold_directory(fresh=fresh)
 
-    def task(death: Death, target: Path = world.root / "held") -> Task:
-        return Task(role="pull", store=_url(port), target=str(target), death=death)
+    def task(death: ChildDeath, target: Path = world.root / "held") -> ChildTask:
+        return ChildTask(role="pull", store=_url(port), target=str(target), death=death)
 
-    def measured() -> Task:
+    def measured() -> ChildTask:
         target = world.root / "measured"
         if not fresh:
             world.copy_held(target)
-        return task(Death(), target)
+        return task(ChildDeath(), target)
 
     whole = world.zygote.whole(
         f"pull over HTTP {fresh} {world.encoding} {world.division}", measured
@@ -116,17 +118,17 @@ def _dying_receiver(world: FaultWorld) -> Mend:
     return nothing
 
 
-def _death(world: FaultWorld, how: str, reach: float) -> Death:
+def _death(world: FaultWorld, how: str, reach: float) -> ChildDeath:
     part = world.rng.random() * reach
     if how == "call":
-        return Death(after_calls=1 + int(part * _SERVER_CALLS))
-    return Death(after_s=0.05 * part)
+        return ChildDeath(after_calls=1 + int(part * _SERVER_CALLS))
+    return ChildDeath(after_s=0.05 * part)
 
 
-TRANSFERS: tuple[Fault, ...] = (
-    Fault("kill a server at a call", _dying_server("call")),
-    Fault("kill a server at an instant", _dying_server("instant")),
-    Fault("kill a relay at a call", _dying_relay("call")),
-    Fault("kill a relay at an instant", _dying_relay("instant")),
-    Fault("kill a receiver while it reads over HTTP", _dying_receiver),
+TRANSFERS: tuple[FaultClass, ...] = (
+    FaultClass("kill a server at a call", _dying_server("call")),
+    FaultClass("kill a server at an instant", _dying_server("instant")),
+    FaultClass("kill a relay at a call", _dying_relay("call")),
+    FaultClass("kill a relay at an instant", _dying_relay("instant")),
+    FaultClass("kill a receiver while it reads over HTTP", _dying_receiver),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.weightsync.faults.fault import Fault
+from benchmarks.weightsync.faults.fault import FaultClass
 from benchmarks.weightsync.faults.headers import HEADERS
 from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
@@ -45,7 +45,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """Result of one fault. A crash is no recovery; `failure` describes it."""
 
     recovered: bool
@@ -67,7 +67,7 @@ class Trials:
     failures: list[str] = field(default_factory=list)
 
     def run(
-        self, template: Template, zygotes: tuple[Zygote, ...], fault: Fault, number: int
+        self, template: Template, zygotes: tuple[Zygote, ...], fault: FaultClass, number: int
     ) -> None:
         """One fault in a world of its own."""
         rng = Random(f"{self.seed} {number} {fault.name}")
@@ -100,7 +100,7 @@ class Trials:
                 self.failures.append(f"{number}, {fault.name}: {line}")
 
 
-def struck(world: FaultWorld, fault: Fault) -> Outcome:
+def struck(world: FaultWorld, fault: FaultClass) -> FaultOutcome:
     """Strikes, lets the holder try, removes the cause, and sees whether it recovers.
 
     A holder that an intact way is left to has to get there before the cause is removed.
@@ -115,27 +115,29 @@ def struck(world: FaultWorld, fault: Fault) -> Outcome:
         mend()
         recovered = world.recovered()
     except Exception:
-        return Outcome(recovered=False, failure=traceback.format_exc(limit=-6))
+        return FaultOutcome(recovered=False, failure=traceback.format_exc(limit=-6))
     if passable and not passed:
-        return Outcome(
+        return FaultOutcome(
             recovered=False,
             refused=True,
             passable=True,
             failure=f"stopped at {refusal}, and another way was intact",
         )
     if not recovered:
-        return Outcome(
+        return FaultOutcome(
             recovered=False,
             refused=refusal is not None,
             failure=f"not at version {world.newest}; before: {refusal}, "
             f"after: {world.last_refusal}",
         )
     if grew_bytes > _GREW_BYTES_MAX:
-        return Outcome(recovered=False, failure=f"it took {grew_bytes >> 20} MiB of memory")
-    return Outcome(recovered=True, refused=refusal is not None, passable=passable, passed=passed)
+        return FaultOutcome(recovered=False, failure=f"it took {grew_bytes >> 20} MiB of memory")
+    return FaultOutcome(
+        recovered=True, refused=refusal is not None, passable=passable, passed=passed
+    )
 
 
-def classes(directory: Path) -> tuple[Fault, ...]:
+def classes(directory: Path) -> tuple[FaultClass, ...]:
     """Every class of faults that this machine can do."""
     every = (*KILLS, *TRANSFERS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)
     return (*every, *DISKS) if may_mount(directory) else every
@@ -167,9 +169,9 @@ def measure(
     }
 
 
-def _order(seed: int, count: int, every: tuple[Fault, ...]) -> Iterator[Fault]:
+def _order(seed: int, count: int, every: tuple[FaultClass, ...]) -> Iterator[FaultClass]:
     rng = Random(seed)
-    left: list[Fault] = []
+    left: list[FaultClass] = []
     for _ in range(count):
         if not left:
             left = rng.sample(every, len(every))

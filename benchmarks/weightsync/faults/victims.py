@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.weightsync.faults.states import states, tensors
-from benchmarks.weightsync.faults.tasks import ChildEnd, Death, Task
+from benchmarks.weightsync.faults.tasks import ChildDeath, ChildEnd, ChildTask
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
@@ -52,7 +52,7 @@ _CALLS = ("open", "os.", "shutil.", "fcntl.", "mmap.")
 class Meter:
     """Counts a child's actions and kills it at its `Death`."""
 
-    def __init__(self, death: Death) -> None:
+    def __init__(self, death: ChildDeath) -> None:
         self._death = death
         self._clock = MonotonicClock()
         self._began_s = self._clock.now()
@@ -134,7 +134,7 @@ def _die() -> None:
     time.sleep(HANGS_AFTER_S)
 
 
-def publish(task: Task, meter: Meter) -> None:
+def publish(task: ChildTask, meter: Meter) -> None:
     meter.begin()
     with Publisher(
         WritableDirectory(Path(task.store), write=meter.write),
@@ -147,7 +147,7 @@ def publish(task: Task, meter: Meter) -> None:
             publisher.publish(tensors(states(task.seed)[index]))
 
 
-def copy(task: Task, meter: Meter) -> None:
+def copy(task: ChildTask, meter: Meter) -> None:
     """Mirrors a store as a dumb tool does: file by file in any order, nothing atomic."""
     meter.begin()
     files = sorted(path for path in Path(task.store).rglob("*") if path.is_file())
@@ -158,7 +158,7 @@ def copy(task: Task, meter: Meter) -> None:
         meter.write(there, [source.read_bytes() or b""])
 
 
-def pull(task: Task, meter: Meter) -> None:
+def pull(task: ChildTask, meter: Meter) -> None:
     class Watched(Checkpoint):
         """Remembers each tensor as it was before it is written."""
 
@@ -190,12 +190,12 @@ def pull(task: Task, meter: Meter) -> None:
             follows.pull()
 
 
-def serve(task: Task, meter: Meter) -> None:
+def serve(task: ChildTask, meter: Meter) -> None:
     """Serves the stores under a directory until its stop file is there."""
     _listen(task, meter, lambda _: SourceStores(StoreRoot(Path(task.store))))
 
 
-def relay(task: Task, meter: Meter) -> None:
+def relay(task: ChildTask, meter: Meter) -> None:
     """Relays the stores of a server, with a cache that outlives it."""
 
     def served(metrics: TransferMetrics) -> RelayedStores:
@@ -205,7 +205,9 @@ def relay(task: Task, meter: Meter) -> None:
     _listen(task, meter, served)
 
 
-def _listen(task: Task, meter: Meter, served: Callable[[TransferMetrics], ServedStores]) -> None:
+def _listen(
+    task: ChildTask, meter: Meter, served: Callable[[TransferMetrics], ServedStores]
+) -> None:
     def wait() -> None:
         while not os.access(task.target, os.F_OK):
             time.sleep(0.002)
@@ -216,7 +218,7 @@ def _listen(task: Task, meter: Meter, served: Callable[[TransferMetrics], Served
     asyncio.run(listen(served, listening, ServingLimits(), started=lambda _: meter.begin()))
 
 
-ROLES: dict[str, Callable[[Task, Meter], None]] = {
+ROLES: dict[str, Callable[[ChildTask, Meter], None]] = {
     "publish": publish,
     "copy": copy,
     "pull": pull,
@@ -225,13 +227,13 @@ ROLES: dict[str, Callable[[Task, Meter], None]] = {
 }
 
 
-def _child(task: Task, report: Path) -> None:
+def _child(task: ChildTask, report: Path) -> None:
     meter = Meter(task.death)
     ROLES[task.role](task, meter)
     report.write_bytes(msgspec.json.encode(meter.ended()))
 
 
-def _ended(task: Task, report: Path) -> ChildEnd:
+def _ended(task: ChildTask, report: Path) -> ChildEnd:
     report.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -263,7 +265,7 @@ def main() -> None:
         report = Path(directory) / "report"
         print("ready", flush=True)
         for line in sys.stdin.buffer:
-            task = msgspec.json.decode(line, type=Task)
+            task = msgspec.json.decode(line, type=ChildTask)
             states(task.seed)
             print(msgspec.json.encode(_ended(task, report)).decode(), flush=True)
 

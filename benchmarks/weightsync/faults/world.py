@@ -25,7 +25,7 @@ from benchmarks.weightsync.faults.holders import (
     Source,
 )
 from benchmarks.weightsync.faults.states import COUNT, dim_of, hashes, states, tensors
-from benchmarks.weightsync.faults.tasks import ChildEnd, Task
+from benchmarks.weightsync.faults.tasks import ChildEnd, ChildTask
 from benchmarks.weightsync.faults.template import (
     ANCHOR_EVERY,
     HELD_VERSION,
@@ -218,7 +218,7 @@ class FaultWorld:
             self.publish_with(publisher)
             self.publish_with(publisher)
 
-    def keep_serving(self, which: int, task: Task) -> None:
+    def keep_serving(self, which: int, task: ChildTask) -> None:
         """Starts a server that lives until the world ends."""
         self.serve(which, task)
 
@@ -227,7 +227,7 @@ class FaultWorld:
 
         self.ends.append(end)
 
-    def serve(self, which: int, task: Task) -> None:
+    def serve(self, which: int, task: ChildTask) -> None:
         self._stops[which] = Path(task.target)
         self.servers[which].begin(task)
         with suppress(OSError):

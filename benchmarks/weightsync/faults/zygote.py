@@ -8,7 +8,7 @@ from typing import IO, Self
 
 import msgspec
 
-from benchmarks.weightsync.faults.tasks import ChildEnd, Death, Task
+from benchmarks.weightsync.faults.tasks import ChildDeath, ChildEnd, ChildTask
 
 _TRIES = 8
 
@@ -35,12 +35,12 @@ class Zygote:
             self._process.kill()
             self._process.wait()
 
-    def run(self, task: Task) -> ChildEnd:
+    def run(self, task: ChildTask) -> ChildEnd:
         """One child from its start to its end."""
         self.begin(task)
         return self.ended()
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: ChildTask) -> None:
         """Starts a child; `ended` waits for its end."""
         if not self._ready:
             self._expect("ready")
@@ -52,14 +52,14 @@ class Zygote:
     def ended(self) -> ChildEnd:
         return msgspec.json.decode(self._line(), type=ChildEnd)
 
-    def whole(self, key: str, task: Callable[[], Task]) -> ChildEnd:
+    def whole(self, key: str, task: Callable[[], ChildTask]) -> ChildEnd:
         """Progress of a task of this kind that lives; measured once."""
         if key not in self._full:
             self._full[key] = self.run(task())
         return self._full[key]
 
     def kill(
-        self, task: Callable[[Death], Task], *, how: str, whole: ChildEnd, rng: Random
+        self, task: Callable[[ChildDeath], ChildTask], *, how: str, whole: ChildEnd, rng: Random
     ) -> None:
         """Runs a task that dies: at a random byte, call or instant, or within a random tensor.
 
@@ -94,12 +94,12 @@ class Zygote:
         return pipe
 
 
-def _death(how: str, whole: ChildEnd, reach: float, rng: Random) -> Death:
+def _death(how: str, whole: ChildEnd, reach: float, rng: Random) -> ChildDeath:
     part = rng.random() * reach
     if how == "byte":
-        return Death(after_bytes=int(part * whole.bytes))
+        return ChildDeath(after_bytes=int(part * whole.bytes))
     if how == "call":
-        return Death(after_calls=1 + int(part * whole.calls))
+        return ChildDeath(after_calls=1 + int(part * whole.calls))
     if how == "tensor":
-        return Death(in_tensor=int(part * whole.tensors), written_ratio=rng.random())
-    return Death(after_s=part * whole.seconds)
+        return ChildDeath(in_tensor=int(part * whole.tensors), written_ratio=rng.random())
+    return ChildDeath(after_s=part * whole.seconds)

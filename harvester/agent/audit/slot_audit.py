@@ -41,7 +41,7 @@ class SlotAudit:
     ) -> None:
         """Note what this beat has changed. Called at every beat, so it is cheap."""
         self._tried_before, self._tried = self._tried, set()
-        # A withheld slice lasts 2 s, by a draw of lots: it is no event.
+        # A withheld slice is random and lasts 2 s: the audit leaves it out.
         if policy.state != self._state and policy.condition is not Condition.WITHHELD:
             reason = f"{policy.condition}: {policy.reason}" if policy.reason else policy.condition
             self._move(policy.state.value, reason, lease, now)
@@ -95,7 +95,7 @@ class SlotAudit:
                 self._end_guest(reason, now)
 
     def _note_processes(self, processes: tuple[ProcessId, ...], now: float) -> None:
-        """Another guest, unless it has a process of the one before, which then has more or less."""
+        """Notes a new guest if no process of the former one is left, else its processes now."""
         if self._guest and not set(self._guest) & set(processes):
             self._end_guest("another guest writes its page", now)
         if self._guest is None and self._admits(processes, now):

@@ -1,4 +1,4 @@
-"""Audit events of orders to stop: placed and lifted, with the caller."""
+"""Audit events of orders to stop, with the caller; apart as orders are the node's, not a slot's."""
 
 from collections.abc import Iterable, Sequence
 

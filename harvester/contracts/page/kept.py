@@ -1,6 +1,6 @@
 """A page of a process that lives longer than its page: made again after each loss.
 
-A page that cannot be written is no error but an absence: logged once with its reason, a fault to
+A page that cannot be written raises nothing and is absent: logged once with its reason, a fault to
 every reader, and tried again on the process's beat.
 """
 

@@ -14,7 +14,7 @@ from harvester.contracts.process import ProcessId
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-"""Neither NaN nor infinite: JSON has no word for them."""
+"""A finite number: JSON has no word for NaN or infinity."""
 Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """vLLM takes first tokens by the wall clock, which may be set back."""
 
@@ -74,7 +74,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int = 0
     told_ns: int = 0
-    """With several API servers each step's statistics go to only one of them."""
+    """Time of the latest statistics; of several API servers only one gets those of a step."""
     kv_usage_ratio: Amount = 0.0
     running: Count = 0
     """Requests in its batch, from every API server and entry point."""
@@ -350,7 +350,7 @@ class Guest(Record, frozen=True, kw_only=True):
     step_work_s_total: Amount = 0.0
     """CPU time of all of RoseMux's own work in the engine loop: decisions, accounts and pages."""
     lending: Lending = Lending()
-    """With the guest's present step times; at most a second old."""
+    """Lending by the guest's present step times; at most a second old."""
     steps_met: tuple[int, ...] = ()
     """Requests of production by the number of the guest's steps that were under way between their
     arrival and their first token: 0, 1, 2, 3, and 4 or more."""

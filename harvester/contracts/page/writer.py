@@ -38,7 +38,7 @@ class PageWriter(Generic[R]):
         """
         self.path = path
         self.contested = False
-        """Another process wants to write it too: nothing that is written is believed."""
+        """Whether another process tried to write the page too: readers then believe neither."""
         self._kind = kind
         self._encoder = msgspec.msgpack.Encoder()
         self._fd = -1

@@ -28,7 +28,7 @@ _SHORTAGES = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, 
 
 
 class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a fault
-    """Another living process writes the page."""
+    """The page has a living writer in another process."""
 
 
 def is_same_file(path: Path, opened: os.stat_result, *, least_bytes: int = 0) -> bool:

@@ -31,7 +31,7 @@ JOB_HEADER = "X-RoseMux-Job"
 
 class SlotState(StrEnum):
     OFF = "off"
-    """Not offered: observe-only, killed by the operator, or harvesting is switched off."""
+    """The slot only observes, the kill switch holds it, or harvesting is switched off."""
     LEARNING = "learning"
     OFFERED = "offered"
     LEASED = "leased"

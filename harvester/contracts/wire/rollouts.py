@@ -146,7 +146,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Prefixes are shared between turns of one salt only, within job and version."""
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
-    """Both as vLLM's renderer gives them: where a grammar begins beside a reasoning parser."""
+    """Fields of vLLM's renderer: where a grammar begins beside a reasoning parser."""
     return_token_ids: bool | None = None
     """Send the prompt's ids back."""
     stream_options: dict[str, Any] | None = None
@@ -223,7 +223,7 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a prompt, as the engine writes them."""
 
     prompt_logprobs: Any = None
-    """For each token a map of `{logprob, rank, decoded_token}` by token id; null for the first."""
+    """A map of `{logprob, rank, decoded_token}` by token id for each token; null for the first."""
     prompt_token_id_logprobs: str | None = None
     """vLLM's array for `prompt_logprob_token_ids`."""
 
@@ -276,4 +276,4 @@ class AnnounceState(StrEnum):
     SERVED = "served"
     """Every dedicated engine serves it."""
     NOT_ACTIVE = "announced, not active"
-    """At one gateway or more the engines serve another job; they load it when it is activated."""
+    """The engines of a gateway serve another job; they load the version once its job is active."""

@@ -25,7 +25,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class StopOrder(StrEnum):
-    """In the order of strength."""
+    """Orders, the weakest first."""
 
     NONE = "none"
     HOLD = "hold"
@@ -105,7 +105,7 @@ class StopRequest(
     by: _Text = ""
     reason: _Text = ""
     cluster: bool = False
-    """To an agent: the order is the cluster's."""
+    """Whether the order to an agent is the cluster's."""
     number: Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)] = 0
 
     def check(self) -> None:

@@ -23,10 +23,10 @@ _LEASABLE = (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
 class AgentOffers:
     agents: dict[str, AgentClient]
     _credentials: dict[str, Credentials]
-    """For the guests of each agent; a guest's own entry in `_guests` goes first."""
+    """Credentials for the guests of each agent; a guest's entry in `_guests` takes precedence."""
     _guests: Mapping[SlotId, EngineSettings]
     slots: dict[SlotId, tuple[str, SlotOffer]] = field(default_factory=dict)
-    """Each offered slot with its agent."""
+    """Offered slots, each with its agent."""
     silent_agents: dict[str, str] = field(default_factory=dict)
     """Why slots of some agents are not used."""
 

@@ -344,7 +344,7 @@ class HarvestedSlots:
         offer = self.offers.find(lease.slot, lease.agent)
         if offer is None:
             return
-        self._fleet.remove(self.offers.guest_id(lease.slot), "leased anew")
+        self._fleet.remove(self.offers.guest_id(lease.slot), "leased again")
         engine = self.offers.guest(offer)
         credentials = self.offers.credentials(lease.agent, lease.slot)
         client = self._client_of(engine.url, credentials=credentials)

@@ -37,9 +37,9 @@ class BudgetAllotments:
         self._keep(now)
 
     def allot(self, offer: SlotOffer | None, *, epoch: Epoch | None = None) -> Allotment | None:
-        """For a new lease of the slot, or the renewal of its lease of this epoch. None for an agent
-        that reports no budget, and while nothing can be stored: a slot without one spends nothing
-        new."""
+        """Allotment for a new lease of the slot, or for the renewal of its lease of this epoch.
+        None for an agent that reports no budget, and while nothing can be stored: a slot without
+        an allotment spends nothing new."""
         if offer is None or offer.budget is None:
             return None
         now = self._now()

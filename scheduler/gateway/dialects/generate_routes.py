@@ -93,7 +93,7 @@ class GenerateRoutes:
         trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
         why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
         if self._scheduler.registry.may_meet_other_models(job):
-            raise Exhausted(f"{why}and no engine's model is known yet")
+            raise Exhausted(f"{why}retry: no engine's model is known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
 

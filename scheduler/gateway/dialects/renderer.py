@@ -48,7 +48,7 @@ _BROKEN = (TimeoutError, ConnectionError, *_MALFORMED)
 _DEFAULT_OUTPUT_TOKENS = 16
 """vLLM leaves it out of a rendered request."""
 _PROBE_S = 0.1
-"""Between the calls that look whether an absent renderer is back."""
+"""Time between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
 """Calls that reach a renderer and fail there, by one request: it may be the request that fails."""
 _DERENDERED_BYTES = 4 << 20
@@ -367,8 +367,8 @@ class StreamedText:
         self.least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
 
     def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
-        """With a parser each chunk needs the whole request and prompt, and the state holds the
-        output; without one only the first chunk needs the prompt."""
+        """A chunk's fields. A parser needs the whole request and prompt with each chunk, and the
+        state holds the output; without one only the first chunk needs the prompt."""
         field = self.dialect.request_field
         if self.dialect.many:
             # No parser reads a completion's text, and its request may have thousands of prompts.

@@ -140,8 +140,8 @@ class SglangRoutes:
     async def _texts(
         self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
     ) -> list[str]:
-        """Each choice's text, without what ended it, as SGLang's: clients that send token ids grade
-        it too."""
+        """Texts of the choices without their stop strings, as SGLang's: clients that send token ids
+        grade them too."""
         texts, early = await self._decoded(choices, turns), early_parts(choices, turns)
         befores = [""] * len(texts)
         if any(early):

@@ -39,8 +39,8 @@ RENDERER_ROUTES = (*(f"{route}/render" for route in _DIALECTS), *("/tokenize", "
 """vLLM's own, which the renderer answers."""
 _SAMPLES = (404, 409, 410, 422, 502, 503)
 CHUNK_PERIOD_S = 0.05
-"""Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
-of text sees no difference. The first chunk and the last one do not wait."""
+"""Least time between chunks of a choice's streamed text: each chunk costs a call to the renderer,
+and readers see no difference. The first chunk and the last one do not wait."""
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
@@ -95,7 +95,7 @@ class TextRoutes:
         dialect = _DIALECTS[route_of(request)]
         text = TextRequest(dialect, job, body, request.headers.get(REQUEST_ID_HEADER))
         with suppress(Exhausted):
-            # Refused at once for what needs no prompt; an engine to come may have the model.
+            # Checks all fields that need no prompt. Exhausted: an engine may join with the model.
             self._admit(job, text.generate(_NO_PROMPT, 0))
         rendered = await self._renderer.render(dialect, text.to_render)
         check_count(len(rendered))
@@ -218,7 +218,7 @@ class TextRoutes:
                     chunk["prompt_token_ids"] = turn.token_ids
                 for each in chunk["choices"]:
                     if not text_tokens(choice, turn):
-                        # Rendered from a token that is no text of it, since vLLM needs one.
+                        # vLLM needs a token to render: this one is not part of the text.
                         text.end_text(each, choice, turn)
                     text.change_streamed(each, texts[choice.index], choice)
                     text.complete(each, choice, turn)

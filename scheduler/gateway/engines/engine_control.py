@@ -147,7 +147,7 @@ class EngineControl:
         try:
             async with asyncio.timeout(timeout_s):
                 while goes_on():
-                    # A connection that breaks once in minutes is no engine's end.
+                    # A connection that breaks once in minutes does not mean a dead engine.
                     with suppress(aiohttp.ClientError, ConnectionError):
                         async with asyncio.timeout(STAGE_SILENCE_S):
                             workers = await self._identity_client.of_workers(call, _STAGE)

@@ -26,7 +26,7 @@ class EngineUnreachable(EngineLost):
 
 
 class EngineChanged(EngineLost):
-    """Another process answers, or one whose weights may have been changed by another caller."""
+    """The answering process is a new one, or another caller may have changed its weights."""
 
     def __init__(self, message: str, change: Change = Change.PROCESS) -> None:
         super().__init__(message)

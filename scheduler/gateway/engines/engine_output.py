@@ -25,7 +25,7 @@ def check_finish(choice: EngineChoice, *, tokens_before: int) -> None:
     if not (reason is None or reason in FINISHED or reason in _UNFINISHED):
         raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
     if reason == "stop" and not (tokens_before or choice.token_ids):
-        raise EngineLost("protocol: a stop before the first token")
+        raise EngineLost("protocol: the engine stopped before the first token")
 
 
 def check_tokens(

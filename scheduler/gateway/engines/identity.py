@@ -40,7 +40,7 @@ class Change(IntEnum):
 
     NONE = 0
     PROCESS = 1
-    """Another process, or none: the one before has died."""
+    """The engine's process has died; another one answers, or no process."""
     WEIGHTS = 2
     """The same process, with weights that another caller has set."""
     UNKNOWN = 3

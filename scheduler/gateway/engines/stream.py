@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct, Generic[L]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spans: tuple[Span, ...] = ()
-    """From a gateway, as are `fault` and `immovable`; engines send none of them."""
+    """Only a gateway sends `spans`, `fault` and `immovable`."""
     fault: str = ""
     immovable: tuple[str, ...] = ()
     routed_experts: str | None = None
@@ -107,7 +107,7 @@ def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
     token_ids, named = choice.token_ids or [], None
     if content is not None:
         if len(token_ids) != len(content):
-            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+            raise PeerProtocolError(f"{len(content)} log-probabilities for {len(token_ids)} tokens")
         pairs = zip(token_ids, content, strict=True)
         named = _Logprobs([TokenLogprob(at, each.logprob) for at, each in pairs])
     return EngineChoice(
@@ -147,15 +147,15 @@ def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
         raw = bytes(choice.logprobs) or b"null"
         if len(raw) > (len(token_ids) + 1) * _LOGPROBS_BYTES:
             raise PeerProtocolError(
-                f"log-probabilities of {len(raw)} bytes, {len(token_ids)} tokens"
+                f"log-probabilities of {len(raw)} bytes for {len(token_ids)} tokens"
             )
         logprobs = _LOGPROBS_DECODER.decode(raw)
         content = logprobs.content if logprobs else None
         mask = choice.sampling_mask
         if content is not None and len(content) != len(token_ids):
-            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+            raise PeerProtocolError(f"{len(content)} log-probabilities for {len(token_ids)} tokens")
         if mask is not None and len(mask) != len(token_ids):
-            raise PeerProtocolError(f"{len(mask)} sampling masks, {len(token_ids)} tokens")
+            raise PeerProtocolError(f"{len(mask)} sampling masks for {len(token_ids)} tokens")
         step = max(1, _PIECE_BYTES * len(token_ids) // len(event))
         for start in range(0, max(1, len(token_ids)), step):
             part = slice(start, start + step)

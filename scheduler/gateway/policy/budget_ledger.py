@@ -157,8 +157,8 @@ class BudgetLedger:
         self._budgets.pop(report.service, None)
 
     def _rolled_back(self, key: LifeKey, account: SlotAccount, now: float) -> bool:
-        """After a report from before the last one: whether the life goes on from an earlier
-        copy."""
+        """Whether the life goes on from an earlier copy, after a report that is older than the last
+        one."""
         if account.doubted_s is None:
             account.doubted_s = now
             self.changed.add(key)
@@ -225,8 +225,8 @@ class BudgetLedger:
         account.number += 1
         allotment = Allotment(
             number=account.number,
-            # Below what is charged where the budget is overdrawn: else each renewal would cover the
-            # last overdraft, and allow the next one.
+            # If the budget is overdrawn, less than what is charged; otherwise each renewal would
+            # permit another overdraft.
             misses=0.0 if doubted else max(0.0, account.charged + min(room, share * left)),
             budget=whole.budget,
             spent=whole.spent,

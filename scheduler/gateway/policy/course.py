@@ -48,7 +48,7 @@ class EngineWait:
     servable_s: float = 0.0
     """Time at which an engine last could have served it, or the wait began."""
     barred_s: float = 0.0
-    """Time in it in which the job was paused, or had neither a permit nor a guest."""
+    """Part of the wait in which the job was paused, or had neither a permit nor a guest."""
 
 
 @dataclass(slots=True)

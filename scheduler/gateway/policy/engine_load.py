@@ -26,8 +26,8 @@ PROBE_TURNS = 4
 # No turn is sent to a silent engine for this long after one was taken off it.
 STALL_PAUSE_S = 1.0
 
-# A forecast makes the guess for a guest at most this much slower: it may be wrong, and a guest that
-# looks too slow is not tried, so that nothing better is learned of it.
+# Least idle share that a forecast may imply. A guest that looks slower than this gets no turn, so a
+# wrong forecast would never be corrected.
 LEAST_IDLE_RATIO = 0.25
 
 # Weight of the guess, in measured tokens; about one turn.

@@ -34,7 +34,7 @@ _DEATHS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Death:
+class _PromptsDeath:
     at_s: float
     prompts: frozenset[str]
 
@@ -65,7 +65,7 @@ class RepeatedDeaths:
         """Attempts on each engine, by prompt."""
         self._lives: OrderedDict[str, _Life] = OrderedDict()
         """Prompts on engines, and prompts with deaths, the latest death last."""
-        self._deaths: deque[_Death] = deque(maxlen=_DEATHS)
+        self._deaths: deque[_PromptsDeath] = deque(maxlen=_DEATHS)
         self._died = 0
         self._fleet_s = 0.0
         """Time of all engines with turns, together."""
@@ -98,7 +98,7 @@ class RepeatedDeaths:
         """An engine died with these prompts on it. Their attempts end later; if it was silent
         first, they have ended."""
         self._pass(now)
-        death = _Death(now, frozenset(prompts))
+        death = _PromptsDeath(now, frozenset(prompts))
         self._deaths.append(death)
         self._died += 1
         for prompt in sorted(death.prompts):

@@ -18,7 +18,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lease_margin_s: float = 1.0
     """A guest takes no turn this shortly before its lease ends."""
     affinity_ratio: float = 2.0
-    """At the tail the last engine keeps a turn unless another ends it this much sooner."""
+    """A turn stays on its last engine up to this ratio of the fastest engine's expected time."""
     default_s_per_token: float = 0.005
     """Speed assumed until an engine has been measured, in s per token."""
     default_turn_tokens: float = 64.0
@@ -69,7 +69,7 @@ class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_lim
 
 
 class RequestArrived(msgspec.Struct, frozen=True, kw_only=True, tag="request_arrived"):
-    """These turns of one request arrive soon: the queue admits all of them or none."""
+    """All turns of one request, which arrive soon: the queue admits all of them or none."""
 
     turns: tuple[str, ...]
 
@@ -119,7 +119,7 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
 
 
 class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
-    """The turn is no longer a suspect; it stays on its engine."""
+    """The turn stops being a suspect; it stays on its engine."""
 
     turn: str
 

@@ -121,8 +121,8 @@ class Turn:
         """Name of its prompt in its job, equal for the samples of a group: under it the deaths of
         engines are counted.
 
-        All ids are hashed: 3 us for 512, 0.2 ms for 32,768. The job is part of it, and of
-        `content`, so that no verdict on one tenant's prompt refuses another's or tells of it.
+        All ids are hashed: 3 us for 512, 0.2 ms for 32,768. It and `content` include the job, so
+        that a verdict on one tenant's prompt neither refuses nor reveals another's.
         """
         return self.prompt.name
 

@@ -62,8 +62,8 @@ class TurnQueue:
         self._contexts: list[int] = []
         """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
         self._versions: list[WeightVersion] = []
-        """Versions that engines serve or come to serve, sorted. Least versions between two of them
-        are one: a line for each that clients think of would make every decision as long."""
+        """Versions that engines serve or come to serve, sorted. Minimum versions between the same
+        two share a line; a line for each requested version would slow every decision."""
 
     def __len__(self) -> int:
         return len(self._queued)

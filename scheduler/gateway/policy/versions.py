@@ -214,7 +214,7 @@ class VersionPolicy:
                 return ""
             return (
                 f"version {event.version} of store {event.store} is another one than engines hold: "
-                "the store was begun anew; begin this run as another job, in a store of its own"
+                "the store holds another run; start this run as another job with its own store"
             )
         return (
             f"job {event.job} is at version {before.version} of store {before.store}; "

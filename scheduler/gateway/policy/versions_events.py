@@ -38,7 +38,7 @@ class VersionPublished(JobVersion, frozen=True, kw_only=True, tag="version_publi
     cut_exact: bool = False
     """End turns pinned to the old version, with partial output, instead of waiting for them."""
     resumed: bool = False
-    """From the state of the previous process, whose engines may have served it."""
+    """Whether the version comes from the last process's state: engines may have served it."""
 
 
 class JobActivated(msgspec.Struct, frozen=True, kw_only=True, tag="job_activated"):

@@ -162,11 +162,11 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         )
 
     def settled_credit_s(self, now: float) -> float:
-        """Below 0 its promise is broken for now, even if its present phase ends as expected."""
+        """Credit in s if the present phase ends as expected; below 0 the promise is broken."""
         return self.account.credit_s(now) + self._under_way_s(now)
 
     def settled_slowdown(self, now: float) -> float:
-        """Above the SLO exactly where that credit is below 0."""
+        """Slow-down that is above the SLO exactly where `settled_credit_s` is below 0."""
         passed_s = now - self.account.began_s - self._under_way_s(now)
         return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
 

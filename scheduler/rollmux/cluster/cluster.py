@@ -173,7 +173,7 @@ class ClusterPolicy:
         self.residency.keep(job, (), 0)
         facts = self.planner.facts[job]
         if placed.iterations:
-            # A silent job is given up much later; that is no delay of the planner's making.
+            # A silent job is given up much later; the planner did not cause that delay.
             account = facts.account
             self._updates.add(
                 CloseJob(

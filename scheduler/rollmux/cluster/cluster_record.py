@@ -49,7 +49,7 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: int = 0
     move_s: MeasuredSeconds | None = None
     warm_start_s: MeasuredSeconds | None = None
-    """Both are None before the first layout was written."""
+    """`move_s` and `warm_start_s` are None until the first layout is written."""
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ _SET_FOR: Final = 4.0
 """Weight of the configured value, in observations."""
 _STEP_RATIO: Final = 0.25
 _MOST_RATIO: Final = 8.0
-"""Cap on one observation, as a ratio of the mean: an absence of hours is no move of hours."""
+"""Cap on one observation, as a ratio of the mean: a job away for hours did not move for hours."""
 _LEAST_LOAD_S: Final = 1e-3
 _MOST_WARM_RATIO: Final = 8.0
 """Cap on a reported start from host memory, over the configured one: every tenant's jobs are

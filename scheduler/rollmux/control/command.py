@@ -22,7 +22,7 @@ def serve(
     socket: _Socket,
     state: Annotated[
         Path | None,
-        typer.Option(help="SQLite file of the state; without it a restart begins anew."),
+        typer.Option(help="SQLite file of the state; without it a restart loses the state."),
     ] = None,
     nodes: Annotated[
         Path | None, typer.Option(help="YAML file of nodes; with it the control places the jobs.")

@@ -11,9 +11,9 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 class ControlSettings:
     permits: PermitsConfig = field(default_factory=PermitsConfig)
     cluster: ClusterConfig | None = None
-    """With it the control plans; `nodes_file.read_nodes` reads one from a file."""
+    """Nodes that the control plans on, if given; `nodes_file.read_nodes` reads them from a file."""
     state: Path | None = None
-    """SQLite file of the state; without it a restart begins anew."""
+    """SQLite file of the state; without it a restart loses the state."""
     journal: Path | None = None
     """Directory for the journal of decisions; without it none are written."""
     journal_bytes: int = 64 << 20

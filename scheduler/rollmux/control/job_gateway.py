@@ -31,7 +31,7 @@ _SERVING: Final = "serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayAccess:
-    """Where a job's gateway is, and how to call it."""
+    """Address of a job's gateway, and credentials for it."""
 
     url: str
     """`https://` off loopback."""
@@ -42,7 +42,7 @@ class GatewayAccess:
     cert_file: Path | None = None
     """Client certificate for a gateway that requires one."""
     key_file: Path | None = None
-    """Its private key."""
+    """Private key of `cert_file`."""
 
     def of(self, job: JobId) -> "JobGateway":
         """The job's gateway. Raises ConfigError for an invalid URL or credential file."""
@@ -89,7 +89,7 @@ class JobGateway:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def switch_off(self) -> None:
-        """Both switches are off before the first permit. Raises ConfigError on refusal."""
+        """Turns both switches off before the first permit. Raises ConfigError on refusal."""
         try:
             self.switch(EngineSwitches(dedicated=False, harvesting=False), for_s=0.0)
         except PeerProtocolError as error:

@@ -60,7 +60,7 @@ class LeasedRollout:
         """Switches that the gateway has confirmed; None before the first."""
         self._renew_s = 0.0
         self._off_by_s = 0.0
-        """Time at which the gateway turns off by itself what it last confirmed."""
+        """Time at which the switches that the gateway last confirmed expire."""
         self._tokens: dict[EngineKind, int] = {}
         """Tokens before the rollout, by the kind of engine."""
         self._began_s = 0.0

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _LoadedState:
     nodes: frozenset[NodeId]
     release: Callable[[], None]
 
@@ -41,7 +41,7 @@ class LoadedStates:
         self._job, self._holder = job, holder
         self.busy: Callable[[], tuple[NodeId, ...]] = tuple
         """Nodes of the phase that runs now: reported as clear only once it has ended."""
-        self._states: dict[PhaseKind, _Loaded] = {}
+        self._states: dict[PhaseKind, _LoadedState] = {}
         self._stuck: set[PhaseKind] = set()
         """States whose release failed: not loaded as they should be, and not gone. Logged once in a
         row, and tried again."""
@@ -68,7 +68,7 @@ class LoadedStates:
                 self._stuck.add(kind)
             if not self._states:
                 self._answered_s = self._clock.now()
-            self._states[kind], self._lease_s = _Loaded(frozenset(nodes), release), lease_s
+            self._states[kind], self._lease_s = _LoadedState(frozenset(nodes), release), lease_s
             if self._asking is None:
                 self._asking = threading.Thread(
                     target=self._asks, name=f"loaded-{self._job}", daemon=True

@@ -90,7 +90,7 @@ class PhaseMetrics:
             self._begin(kind)
 
     def resume(self, policy: PhasePolicy) -> None:
-        """After a restart: processes and nodes that were known before do not count as new."""
+        """Counts processes and nodes from before a restart as known."""
         for permit in _permits(policy):
             self._last_job |= dict.fromkeys(permit.nodes, permit.job)
             if permit.holder:

@@ -108,7 +108,7 @@ class JobsFile(StrictSettings):
 
 
 def read_specs(path: Path) -> tuple[JobSpec, ...]:
-    """In the order of the file. Raises ConfigError that names each wrong field with its line."""
+    """Nodes in the file's order. Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
     settings = validated(JobsFile, parse_fields(text, path), text, path)
     found = tuple(job.spec for job in settings.jobs)

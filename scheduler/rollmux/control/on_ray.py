@@ -120,7 +120,7 @@ def _actor(name: str) -> Any:
 
 
 class RayTransport:
-    """A transport to the actor of this name; one that was started anew is another actor."""
+    """A transport to one actor; an actor started later under the same name is another one."""
 
     def __init__(self, handle: Any, name: str = ACTOR) -> None:
         self.handle = handle
@@ -154,5 +154,5 @@ class RayTransport:
             self.handle = _actor(self._name)
             raise Exhausted(f"{method}: the phase control has died: {error}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            # Restarting, or out of reach: from here the two look alike.
+            # Ray does not distinguish a restarting actor from an unreachable one.
             raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

@@ -329,7 +329,7 @@ class PhaseClient:
         self._place_again()
 
     def _place_again(self) -> None:
-        # A control that began anew does not know what is loaded.
+        # A control that lost its state does not know what is loaded.
         self._loaded.release()
         self.placement = self._calls.place(self._declaration)
 

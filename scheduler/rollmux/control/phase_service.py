@@ -191,7 +191,7 @@ class PhaseService:
         now, lease_s = self._clock.now(), self.config.lease_s
         seen_s = self._loaded_seen_s.get(report.job, float("-inf"))
         self._loaded_seen_s[report.job] = now
-        # The policy learns once in a lease that the process lives.
+        # Reports a living process to the policy once per lease.
         if report.nodes or now // lease_s > seen_s // lease_s:
             self._observe(report)
         return Accepted(unload=permit.unload)

@@ -108,8 +108,8 @@ class RepeatedCalls:
                 return reply
 
     def withdraw(self, holder: str) -> None:
-        """Withdraws the request for a permit, or for a placement; if the control cannot be reached,
-        the lease expires, or `gone_s`."""
+        """Withdraws the request for a permit or a placement. If the control cannot be reached, the
+        permit's lease, or the placement's `gone_s`, expires instead."""
         with suppress(Exhausted, PeerProtocolError):
             self._transport.call(Withdraw(job=self._job, holder=holder))
 

@@ -144,7 +144,7 @@ def _remove_left_over(path: Path) -> None:
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
-            # So answers a plain file too, which may be anything.
+            # A plain file refuses the connection too, and is not deleted.
             if not path.is_socket():
                 raise ConfigError(f"{path} is no socket: give another --socket") from None
             path.unlink()

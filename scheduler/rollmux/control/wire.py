@@ -31,7 +31,7 @@ from scheduler.rollmux.permits.events import Enter, Register, Unloaded, Withdraw
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
 WAIT_MAX_S: Final = 30.0
-"""Longest time for which a call is held open, where a third of the lease is no shorter."""
+"""Longest time for which a call is held open; at most a third of the lease."""
 
 
 class ControlUnreachable(Exhausted):
@@ -81,13 +81,13 @@ class PermitSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="permit_stat
     accelerators: dict[NodeId, tuple[int, ...]] = {}
     """Accelerator numbers of the partly held nodes."""
     keep: tuple[NodeId, ...] = ()
-    """While `stage` is narrowing: bring the tail together on these."""
+    """Nodes to bring the tail together on, while `stage` is narrowing."""
     keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
     """Accelerator numbers of the partly kept nodes."""
     warned: bool = False
     """The phase takes longer than it declared."""
     ends_in_s: float | None = None
-    """While revoked: end the phase within this."""
+    """Seconds within which a revoked phase has to end."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):

@@ -71,7 +71,7 @@ class JobHistory:
             words = f"{line.missing} decisions before this could not be written to the journal"
             yield HistoryEntry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         if was_known and not self.is_known:
-            words = "the control began anew and does not know the job any more"
+            words = "the control started without its state and no longer knows the job"
             yield HistoryEntry(at=line.moment.at, kind=EventKind.CONTROL, text=words)
         elif self.is_known and self._first:
             words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"

@@ -25,7 +25,7 @@ ROUNDING: Final = 1e-9
 ITERATIONS_RATIO_MAX: Final = 1e4
 """Longest over shortest iteration of a forecast group: the shortest one sets how much is run."""
 _SURELY: Final = 1e-6
-"""Above any rounding: nothing is refused early that would be admitted."""
+"""Margin above any rounding: no roster is refused early that would be admitted."""
 
 
 class Horizon(NamedTuple):

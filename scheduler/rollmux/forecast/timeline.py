@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
     """One job on its nodes for one phase, or for a phase's bulk or moved tail."""
 
     job: int
-    """Its index in the roster."""
+    """The job's index in the roster."""
     phase: PhaseKind
     nodes: int
     """Bits of the group's nodes."""

@@ -50,7 +50,7 @@ class Recall(StrEnum):
     WHEN_FREE = "when_free"
     """Only if no other job holds them or waits for them."""
     IN_LINE = "in_line"
-    """In its turn, from the end of the line."""
+    """First come, first served, from the end of the line."""
 
 
 class Beat(StrictStruct, frozen=True, kw_only=True, tag="beat"):
@@ -167,7 +167,7 @@ class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit")
 
 
 class NarrowPhase(msgspec.Struct, frozen=True, kw_only=True, tag="narrow_phase"):
-    """Another job waits: bring the tail together on `keep` and report when the rest is empty."""
+    """Bring the tail together on `keep`, as another job waits; report when the rest is empty."""
 
     job: JobId
     epoch: Epoch
@@ -186,7 +186,7 @@ class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
 
 
 class UnloadNodes(msgspec.Struct, frozen=True, kw_only=True, tag="unload_nodes"):
-    """Another job is to start there: take the state off the accelerators, and report it."""
+    """Take the state off the accelerators, as another job is to start there; report it."""
 
     job: JobId
     nodes: tuple[NodeId, ...]

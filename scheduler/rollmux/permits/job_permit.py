@@ -16,7 +16,7 @@ NO_EPOCH = Epoch(0)
 
 class PermitStage(StrEnum):
     APART = "apart"
-    """Neither waits nor runs: new, failed, or doing what needs no node."""
+    """The job is new or failed, or its phase needs no node."""
     WAITING = "waiting"
     RUNNING = "running"
     NARROWING = "narrowing"

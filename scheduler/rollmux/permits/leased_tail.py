@@ -18,9 +18,9 @@ from scheduler.rollmux.permits.events import Recall
 from scheduler.rollmux.permits.job_permit import PermitStage
 
 GONE_S: Final = 3.0
-"""A lease that is cut may be there again within this: production was busy for a moment."""
+"""Time without a serving guest after which the tail goes home: brief load may cut a lease."""
 STARVED_S: Final = 10.0
-"""A guest that has turns and makes no token for longer is no capacity, though its lease holds."""
+"""A guest that has turns and makes no token for longer counts as gone, although leased."""
 RECALL_S: Final = 0.25
 """Period of requests for free nodes, in s: each is an event in the control's journal."""
 
@@ -36,7 +36,7 @@ class TailState(StrEnum):
     """The gateway has the order that the own engines are off, and has not confirmed it."""
     AWAY = "away"
     IN_LINE = "in_line"
-    """On leases as far as any are left, and in line for the nodes."""
+    """The tail waits in line for its nodes, and runs on leases while there are any."""
     ENDED = "ended"
 
 
@@ -64,7 +64,7 @@ TRANSITIONS: Final[dict[tuple[TailState, TailEvent], TailState]] = {
 
 
 class EngineSwitches(NamedTuple):
-    """Both switches of the job at its gateway."""
+    """The job's two switches at its gateway."""
 
     dedicated: bool
     harvesting: bool

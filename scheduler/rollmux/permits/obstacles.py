@@ -27,7 +27,7 @@ class MovableTail(NamedTuple):
 class Obstacles(NamedTuple):
     tails: list[MovableTail]
     loaded: dict[JobId, tuple[NodeId, ...]]
-    """Per job, nodes on whose accelerators its state was left."""
+    """Nodes on whose accelerators a job's state was left, by job."""
 
 
 NOTHING: Final = Obstacles([], {})

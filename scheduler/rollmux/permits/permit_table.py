@@ -35,7 +35,7 @@ class PermitTable:
         self._tails: dict[NodeId, KeptTail] = {}
         self._touched: set[NodeId] = set()
         self._loaded: dict[NodeId, JobId] = {}
-        """Per node, the job whose state was left on its accelerators without a permit."""
+        """Jobs whose state was left on a node's accelerators without a permit, by node."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(permit) for permit in self.jobs.values()]
@@ -79,7 +79,7 @@ class PermitTable:
         del self.jobs[job]
 
     def leave_loaded(self, permit: JobPermit) -> None:
-        """Its state stays on its nodes' accelerators, without the part of one that its tail had."""
+        """Records that the state stays on the nodes, except one of which the tail had a part."""
         parts = permit.accelerators
         nodes = tuple(node for node in permit.nodes if 0 not in parts.get(node, ()))
         if not nodes:

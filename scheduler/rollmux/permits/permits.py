@@ -210,7 +210,7 @@ class PermitPolicy:
             case WatchdogVerdict.OUT_OF_GRACE:
                 words = f"ran for {lasted_s:.1f} s and did not end on request"
                 reason = PermitEndReason.OVERRAN
-                # Its process lives: the next job waits until it has stopped, or is silent.
+                # The process still runs: the next job waits until it stops or falls silent.
                 return [fail(table, permit, reason, words, now=now, stays_loaded=True)]
             case WatchdogVerdict.LATE:
                 permit.warned_s = now

@@ -24,7 +24,7 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Another possible placement of a job, with all other jobs as planned."""
+    """A possible placement of a job besides the planned one, with all other jobs as planned."""
 
     kind: str
     beside: tuple[JobId, ...]

@@ -1,4 +1,4 @@
-"""A plan as one HTML file."""
+"""A plan as one HTML file; apart from the command because it needs the extra `report`."""
 
 from scheduler.report_page import COLOURS, INK, Markup, chart, colour, page, svg, titled
 from scheduler.rollmux.plan import wording

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from scheduler.rollmux.forecast.compiled import Records, compiled
 
 Masks = tuple[int, ...]
-"""Per member, the mask of its nodes."""
+"""Masks of the members' nodes."""
 Widths = tuple[int, ...]
-"""Per member, its number of nodes."""
+"""Numbers of the members' nodes."""
 
 
 @cache
@@ -77,7 +77,7 @@ def _whole(mask: int, other: int) -> bool:
 
 
 def _residents(masks: Masks) -> list[int]:
-    """Per node, the mask of its members."""
+    """Masks of the nodes' members."""
     return [
         sum(1 << member for member, mask in enumerate(masks) if mask >> node & 1)
         for node in range(node_count(masks))

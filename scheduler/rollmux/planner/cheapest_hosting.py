@@ -40,10 +40,10 @@ class SearchedJob(NamedTuple):
     rollout_nodes: int = 1
     training_nodes: int = 1
     home: int = 0
-    """Bit of its present group; 0: it is in none."""
+    """Bit of the job's present group; 0 without one."""
     rollout_mask: int = 0
     training_mask: int = 0
-    """Its present nodes, within its group."""
+    """The job's present nodes, as bits within its group."""
 
 
 class _Cheapest(NamedTuple):
@@ -61,7 +61,7 @@ Found = tuple[float, int, tuple[Hosting, ...]]
 Sharing = tuple[int, int, int]
 """Masks of pairs, in the order of `combinations`."""
 Fits = Sequence[npt.NDArray[np.bool_]]
-"""Per pool, `[candidates as a mask]`: whether they fit on one node together."""
+"""`[candidates as a mask]` of each pool: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less count as equal."""
@@ -193,7 +193,7 @@ class _Search:
     bounds: Bounds
     fits: Fits
     _found: dict[tuple[int, int], Found] = field(default_factory=dict)
-    """Per mask of jobs and of the present groups that no other hosting goes on in."""
+    """Results by masks of jobs and of the present groups that no other hosting continues."""
     _above: dict[int, float] = field(default_factory=dict)
     """Lower bound of the price of each mask."""
 
@@ -268,7 +268,7 @@ def present_sharing(candidates: Sequence[SearchedJob], members: Sequence[int]) -
 
 @cache
 def _largest(count: int) -> npt.NDArray[np.int64]:
-    """`[pairs as a mask]`: most of so many members of which all pairs are in the mask."""
+    """`[pairs as a mask]`: size of the largest set of members whose pairs are all in the mask."""
     pairs = list(combinations(range(count), 2))
     found = np.ones(1 << len(pairs), dtype=np.int64)
     for size in range(2, count + 1):

@@ -54,7 +54,7 @@ class Evacuation:
             up = self._table.pin(opening.placement, opening.group, self._bytes(job))
             self._packer.refresh(opening.group)
             effects += [AddNode(node=one) for one in up]
-        why = f"node {node} failed; arrives anew"
+        why = f"node {node} failed; arrives again"
         effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 

@@ -121,7 +121,7 @@ class GroupTable:
         for (pool, placed), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in placed:
                 if self.nodes.setdefault(node, group.group) != group.group:
-                    raise ValueError(f"node {node} belongs to {self.nodes[node]}")
+                    raise ValueError(f"node {node} belongs to group {self.nodes[node]}")
                 if node not in owned:
                     owned.append(node)
                     up.append(self.types[pool].node(node, pool))

@@ -14,7 +14,7 @@ from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 
 SHARE_MAX: Final = 1.03
-"""Above 1: shares are of learned means, and the forecast decides."""
+"""Bound above 1, because shares are of learned means, and the forecast decides."""
 
 
 class GroupIndex:

@@ -1,8 +1,8 @@
 """Savings: the jobs of two or three groups, rehosted as cheaply as any hosting of them.
 
-One look takes the groups that promise most, by how far their price is above what their jobs' least
-shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new
-hosting allows it; it is taken only if it spares enough for every job that moves.
+One search takes the groups whose price exceeds the cost of their jobs' least node shares by most,
+and tries every hosting of them. Jobs keep their nodes wherever the new hosting allows it; it is
+taken only if it saves enough for every job that moves.
 """
 
 from collections.abc import Sequence
@@ -168,7 +168,7 @@ class Regrouping:
     def _searchable(self, group: GroupState) -> bool:
         """Whether the search may regroup the group.
 
-        All its jobs are mature, none is moving, each may share nodes, and any of them fit a group.
+        Its jobs are mature, not moving, may share nodes, and any full set of them fits one group.
         """
         widest = FORECAST_NODES_MAX // self._packer.limits.group_jobs
         return bool(group.pinned) and all(

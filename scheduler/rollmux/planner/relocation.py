@@ -1,8 +1,8 @@
 """Moves: the jobs that leave a group to restore every SLO or to free a node.
 
 Every search applies its moves to the table, compares, and takes them back unless it keeps them. A
-moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
-credit does not cover a move is moved only away from a job that may share no node, if none can pay.
+moving job is resident at both ends, so a move that memory cannot carry is never found. If no job's
+credit covers a move, jobs move only where a job that needs dedicated nodes has neighbours.
 """
 
 from collections.abc import Iterable, Sequence

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from scheduler.rollmux.planner.assignments import Masks, sharing, without
 
 Versions = tuple[int, ...]
-"""Per member, the version of the planner's belief about it."""
+"""Versions of the planner's beliefs about the members."""
 Nodes = tuple[Masks, Masks]
-"""Per member, its nodes of either pool."""
+"""Nodes of each member, of either pool."""
 VerdictKey = tuple[Versions, Nodes]
 _APART = -1
 
@@ -39,7 +39,7 @@ class VerdictCache:
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])
     )
-    """Per pair of versions and relation, 1 if the relation is known to break an SLO."""
+    """Relations known to break an SLO, as 1, by pair of versions."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -94,7 +94,7 @@ class VerdictCache:
         )
 
     def refused_pairs(self, versions: Versions) -> tuple[int, int, int]:
-        """Per relation, a mask of the pairs that are known to break an SLO by it."""
+        """A mask for each relation: the pairs that are known to break an SLO by it."""
         both = rollout = training = 0
         for at, pair in enumerate(combinations(versions, 2)):
             if known := self._refused.get(pair):

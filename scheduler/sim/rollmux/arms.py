@@ -48,7 +48,7 @@ class ArmSettings:
     """Deviations from the shipped settings."""
 
     planner: Callable[[ClusterConfig, list[SimulatedJob], int], GroupPlanner] | None = None
-    """None: the shipped planner."""
+    """Makes the planner; None: the shipped one."""
     tail_ratio: float | None = None
 
 

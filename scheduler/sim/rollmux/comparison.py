@@ -39,7 +39,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     over_ours: float
     slo_attainment: float
     moves: int | None = None
-    """None for arms that never share a node."""
+    """Moves of jobs; None for arms that never share a node."""
     worst_window: float | None = None
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     windows_kept: int | None = None

@@ -68,7 +68,7 @@ class Worker:
         return self.iteration == self.one.iterations
 
     def bring(self, nodes: tuple[NodeId, ...], world: World) -> float:
-        """Seconds until its state is in the host memory of these nodes, which it then is in.
+        """Seconds to load the state into these nodes' host memory; marks it as resident there.
 
         Rollout and training each bring their half, under their own permit.
         """

@@ -465,7 +465,7 @@ async def test_too_many_evictions_hold_the_slot_and_say_so(
     [
         ("alerts: {url: 'ftp://h', alerts: [A]}", "http://HOST:PORT"),
         ("alerts: {url: 'http://h:9090', alerts: []}", "alerts"),
-        ("alerts: {url: 'http://h:9090', alerts: [A], order: none}", "holds or drains"),
+        ("alerts: {url: 'http://h:9090', alerts: [A], order: none}", "use hold or drain"),
         ("alerts: {url: 'http://h:9090', alerts: [A], token_file: /t}", "plain HTTP"),
         ("alerts: {url: 'http://me:secret@h:9090', alerts: [A]}", "no user or password"),
         ("accelerators: {source: dcgm-exporter, url: 'http://me@h:1/m'}", "no user or password"),

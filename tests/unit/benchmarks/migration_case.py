@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from benchmarks.migration.evidence import Evidence, TokenTruth
+from benchmarks.migration.evidence import MoveEvidence, TokenTruth
 from benchmarks.migration.judge import judged
 from benchmarks.migration.pin_judge import Announcement
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
@@ -111,7 +111,7 @@ class Case:
 
     def verdict(self) -> MigrationVerdict:
         requests = [*self.extra, self.request]
-        evidence = Evidence(
+        evidence = MoveEvidence(
             requests=with_tap_spans(requests, self.attempts, self.held),
             attempts=self.attempts,
             held=self.held,

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.migration import reference
 from benchmarks.migration.bias_run import at_moves, bias_faults, drawn
 from benchmarks.migration.comparison import differing
-from benchmarks.migration.evidence import Evidence, TokenTruth
+from benchmarks.migration.evidence import MoveEvidence, TokenTruth
 from benchmarks.migration.faults import convicted
 from benchmarks.migration.model import EOS_ID
 from benchmarks.migration.records import AttemptRecord, RequestRecord
@@ -46,7 +46,7 @@ def attempt(name: str, number: int, before: list[int], tokens: list[int]) -> Att
 
 
 @pytest.fixture
-def evidence(monkeypatch: pytest.MonkeyPatch) -> Evidence:
+def evidence(monkeypatch: pytest.MonkeyPatch) -> MoveEvidence:
     """A turn of each arm. The moved one's first engine sent four tokens, of which two were taken;
     the third one equals what came in its place, by chance."""
 
@@ -65,18 +65,18 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> Evidence:
         attempt("moved-0", 3, [60, 61], [62, STOP]),
     ]
     truths = reference.truths(Path(), {1: {}}, requests)
-    return Evidence(requests=requests, attempts=attempts, held=[], hashes={}, truths=truths)
+    return MoveEvidence(requests=requests, attempts=attempts, held=[], hashes={}, truths=truths)
 
 
 def test_an_arm_s_tokens_are_its_own_and_its_ends_are_eos_and_stop_tokens(
-    evidence: Evidence,
+    evidence: MoveEvidence,
 ) -> None:
     assert [each.is_end for each in drawn(evidence, "calm")] == [False, True]
     assert [each.is_end for each in drawn(evidence, "moved")] == [False, False, False, True]
 
 
 def test_tokens_behind_the_next_attempt_s_context_were_thrown_away_whatever_came_then(
-    evidence: Evidence,
+    evidence: MoveEvidence,
 ) -> None:
     found = at_moves(evidence, Path(), {1: {}})
     assert [each.is_end for each in found["thrown_away"]] == [False, True]

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.multiplex.arms import JOBS, NODES, Arm, Run, runs
-from benchmarks.multiplex.figures import Facts, figures, reward_gap_se
+from benchmarks.multiplex.arms import JOBS, NODES, MultiplexArm, Run, runs
+from benchmarks.multiplex.figures import MultiplexFacts, figures, reward_gap_se
 from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.serving_node import ServingFigures
 from benchmarks.testbed.production_request import ProductionRequest
 from examples.grpo.events import StepDone, Trajectories
 from scheduler.rollmux.permits.terms import terms_fault
 
-FACTS = Facts(steps=2, cores=2, engine_cold_s=40.0)
+FACTS = MultiplexFacts(steps=2, cores=2, engine_cold_s=40.0)
 
 
 def step(*, reward: float = 0.5, error: float = 0.03, **tokens: int) -> StepDone:
@@ -62,13 +62,13 @@ STARTS = (
 
 def one_round(turn: int = 0, *, factor: float = 1.0) -> dict[Run, ArmDone]:
     return {
-        Run(Arm.SEQUENTIAL, turn): done(30.0),
-        Run(Arm.MULTIPLEXED, turn): done(20.0 * factor, reward=0.53, starts=STARTS),
-        Run(Arm.NAIVE, turn): done(24.0),
+        Run(MultiplexArm.SEQUENTIAL, turn): done(30.0),
+        Run(MultiplexArm.MULTIPLEXED, turn): done(20.0 * factor, reward=0.53, starts=STARTS),
+        Run(MultiplexArm.NAIVE, turn): done(24.0),
     }
 
 
-def request(arm: Arm, index: int, ttft_s: float) -> ProductionRequest:
+def request(arm: MultiplexArm, index: int, ttft_s: float) -> ProductionRequest:
     return ProductionRequest(
         arm=arm,
         block=0,
@@ -112,16 +112,16 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
         tails={"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0},
     )
     arms = one_round() | {
-        Run(Arm.SERVING): done(22.0),
-        Run(Arm.LEASED): ArmDone(makespan_s=16.0, jobs={"a": leased}),
+        Run(MultiplexArm.SERVING): done(22.0),
+        Run(MultiplexArm.LEASED): ArmDone(makespan_s=16.0, jobs={"a": leased}),
     }
     served = [
         ServingFigures(run=Run(arm), seconds=20.0, production_busy_s=4.0, guest_tokens=tokens)
-        for arm, tokens in ((Arm.SERVING, 0), (Arm.LEASED, 300))
+        for arm, tokens in ((MultiplexArm.SERVING, 0), (MultiplexArm.LEASED, 300))
     ]
     requests = [
         request(arm, index, ttft_s)
-        for arm, ttft_s in ((Arm.SERVING, 0.02), (Arm.LEASED, 0.021))
+        for arm, ttft_s in ((MultiplexArm.SERVING, 0.02), (MultiplexArm.LEASED, 0.021))
         for index in range(30)
     ]
     lease = figures(arms, FACTS, served, requests)["lease"]
@@ -142,7 +142,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
 
 
 def test_a_figure_of_an_arm_that_was_not_run_is_left_out() -> None:
-    result = figures({Run(Arm.MULTIPLEXED): done(20.0, starts=STARTS)}, FACTS)
+    result = figures({Run(MultiplexArm.MULTIPLEXED): done(20.0, starts=STARTS)}, FACTS)
     assert result["makespan_ratio"] == {}
     assert "over_bound" not in result
     assert "reward_gap_se" not in result
@@ -153,20 +153,20 @@ def test_rewards_without_spread_have_no_gap() -> None:
 
 
 def test_every_round_has_every_arm_and_begins_with_another() -> None:
-    arms = tuple(Arm)
+    arms = tuple(MultiplexArm)
     plan = runs(arms, 3)
     for turn in range(3):
         assert {run.arm for run in plan if run.round == turn} == set(arms)
     assert [plan[turn * len(arms)].arm for turn in range(3)] == list(arms[:3])
     # The lease's SLO is what production attains without it.
-    assert plan.index(Run(Arm.SERVING)) < plan.index(Run(Arm.LEASED))
+    assert plan.index(Run(MultiplexArm.SERVING)) < plan.index(Run(MultiplexArm.LEASED))
     assert len({run.name for run in plan}) == len(plan)
 
 
 def test_the_jobs_differ_in_length_and_their_terms_can_be_met() -> None:
     assert len({job.steps(6) for job in JOBS}) == len(JOBS)
     for job in JOBS:
-        for arm in Arm:
+        for arm in MultiplexArm:
             terms = job.terms(Run(arm))
             assert terms_fault(terms) == ""
             assert [phase.nodes for phase in terms.phases] == [(node,) for node in NODES.values()]

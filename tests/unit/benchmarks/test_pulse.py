@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.pulse import __main__ as pulse
-from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.pulse.figures import ARMS, Figures, PulseArm
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.gpu_hardware import GpuHardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware
@@ -21,7 +21,7 @@ from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.vllm.launch import EngineCommand
 
 
-def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[ProductionRequest]:
+def requests_of(arm: PulseArm, *, slower: float, failed: bool = False) -> list[ProductionRequest]:
     return [
         ProductionRequest(
             arm=arm,
@@ -58,7 +58,7 @@ def test_the_cost_of_the_pulse_stands_beside_the_noise_floor() -> None:
     assert result["pulse"]["throughput"]["ratio"] == pytest.approx(1 / 1.1)
     assert result["metrics"]["ttft_p50"]["ratio"] == pytest.approx(1.02)
     assert result["pulse"]["core_time"]["ratio"] == pytest.approx(1.7 / 1.6)
-    assert result["core_ms_per_request"][Arm.PULSE] == pytest.approx(
+    assert result["core_ms_per_request"][PulseArm.PULSE] == pytest.approx(
         {"api": 1e3 * 3.3 / 80, "core": 1e3 * 1.8 / 80}
     )
     assert result["twin"]["throughput"]["range"] == pytest.approx((1 / 0.99, 1 / 0.99))
@@ -66,8 +66,9 @@ def test_the_cost_of_the_pulse_stands_beside_the_noise_floor() -> None:
 
 def test_a_slow_round_of_the_machine_is_one_observation() -> None:
     figures = Figures()
-    figures.requests += requests_of(Arm.STOCK, slower=1.0)
-    first, second = requests_of(Arm.PULSE, slower=2.0)[:40], requests_of(Arm.PULSE, slower=1.0)[40:]
+    figures.requests += requests_of(PulseArm.STOCK, slower=1.0)
+    first = requests_of(PulseArm.PULSE, slower=2.0)[:40]
+    second = requests_of(PulseArm.PULSE, slower=1.0)[40:]
     figures.requests += first + second
     low, high = figures.result()["pulse"]["ttft_mean"]["interval"]
     assert low < 1.0 < 2.0 < high
@@ -75,7 +76,7 @@ def test_a_slow_round_of_the_machine_is_one_observation() -> None:
 
 def test_an_arm_that_is_left_out_has_no_figure_and_harms_no_other() -> None:
     figures = Figures()
-    for arm in (Arm.STOCK, Arm.PULSE):
+    for arm in (PulseArm.STOCK, PulseArm.PULSE):
         figures.requests += requests_of(arm, slower=1.0)
         figures.closed[arm] = [10.0]
     result = figures.result()
@@ -85,12 +86,12 @@ def test_an_arm_that_is_left_out_has_no_figure_and_harms_no_other() -> None:
 
 def test_failures_are_counted_and_unmeasured_figures_are_null() -> None:
     figures = Figures()
-    figures.requests += requests_of(Arm.STOCK, slower=1.0, failed=True)
+    figures.requests += requests_of(PulseArm.STOCK, slower=1.0, failed=True)
     result = figures.result()
     assert result["failed"] == 80
     assert result["pulse"]["ttft_p50"] == {"ratio": None, "interval": None}
     assert result["pulse"]["throughput"] == {"ratio": None, "range": None}
-    assert result["core_ms_per_request"][Arm.PULSE] == {}
+    assert result["core_ms_per_request"][PulseArm.PULSE] == {}
 
 
 @dataclass
@@ -116,7 +117,7 @@ def started(hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder / "pages").mkdir()
     parts = StartedParts(SimpleNamespace(run=folder, pages=folder / "pages", cache=folder / "c"))
     trace = generated_trace(Bursts(), duration_s=60.0, seed=1)
-    bench = pulse.Bench(cast(Parts, parts), trace, rounds=1, seed=1, hardware=hardware)
+    bench = pulse.PulseBench(cast(Parts, parts), trace, rounds=1, seed=1, hardware=hardware)
     asyncio.run(bench._start({"stock": 1, "pulse": 2, "twin": 3}))
     return parts
 
@@ -158,27 +159,27 @@ async def nothing_beside(*_: object, **__: object) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("observed", "arms"), [(False, ARMS), (True, (Arm.STOCK, Arm.PULSE, Arm.TWIN))]
+    ("observed", "arms"), [(False, ARMS), (True, (PulseArm.STOCK, PulseArm.PULSE, PulseArm.TWIN))]
 )
 def test_each_round_is_kept_before_the_next_one_begins(
-    observed: bool, arms: tuple[Arm, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    observed: bool, arms: tuple[PulseArm, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = SimpleNamespace(logs=tmp_path / "x.run" / "logs", pages=tmp_path)
     parts = StartedParts(paths, running=dict.fromkeys(("stock", "pulse", "twin")))
     parts.running = {name: SimpleNamespace(tree=list) for name in parts.running}
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
-    bench = pulse.Bench(cast(Parts, parts), trace, rounds=2, seed=1, observed=observed)
+    bench = pulse.PulseBench(cast(Parts, parts), trace, rounds=2, seed=1, observed=observed)
     kept_at_replays: list[int] = []
     file = tmp_path / "x.run" / "parts.json"
 
-    async def replay(_: object, *, arm: Arm, block: int, start_s: float) -> None:
+    async def replay(_: object, *, arm: PulseArm, block: int, start_s: float) -> None:
         kept_at_replays.append(json.loads(file.read_text())["rounds"])
         bench.figures.requests += requests_of(arm, slower=1.0)
 
     async def closed(*_: object) -> int:
         return 40
 
-    monkeypatch.setattr(pulse.Bench, "_closed", closed)
+    monkeypatch.setattr(pulse.PulseBench, "_closed", closed)
     monkeypatch.setattr(pulse, "_SETTLE_S", 0.0)
     monkeypatch.setattr(pulse, "_SCRAPES_S", 0.0)
     monkeypatch.setattr(pulse, "scraped", nothing_beside)

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from harvester.policy.states import TRANSITIONS, Condition, State
 from scheduler.gateway.policy import versions
+from scheduler.rollmux.planner.group_effects import GroupEffect
 
 PAGE = "docs/architecture.md"
 TableAfter = Callable[[str, str], list[list[str]]]
@@ -68,8 +70,18 @@ def test_the_sizes_of_the_packages_are_those_of_the_tree(
         assert len(found) == pytest.approx(int(files), rel=0.03), package
 
 
-def test_rollmux_has_as_many_message_types_as_the_page_says(repository: Path) -> None:
-    """Records with a tag, which travel between workers, control and policies."""
-    rollmux = (repository / "scheduler/rollmux").rglob("*.py")
-    tagged = sum(len(re.findall(r"^class .*\btag=", path.read_text(), re.M)) for path in rollmux)
-    assert f"files, {tagged} message types" in (repository / PAGE).read_text()
+def test_rollmux_and_gateway_have_as_many_message_types_as_the_page_says(repository: Path) -> None:
+    """Records with a tag, which journals and sockets carry, and the planner's effects without."""
+    rollmux, gateway = (
+        sum(
+            len(re.findall(r"^class .*\btag=", path.read_text(), re.M))
+            for path in (repository / "scheduler" / folder).rglob("*.py")
+        )
+        for folder in ("rollmux", "gateway")
+    )
+    effects = len(get_args(GroupEffect))
+    counted = (
+        f"{rollmux} tagged message types in RollMux and {effects} untagged effects of its planner, "
+        f"{gateway} tagged types in the gateway"
+    )
+    assert counted in " ".join((repository / PAGE).read_text().split())

@@ -17,6 +17,12 @@ _RIDDLE = re.compile(
     r"|The same of|The same and|As of)\b[^\n]*)"
 )
 """A capital letter after a colon or a semicolon begins a sentence too."""
+_WITHOUT_SUBJECT = re.compile(
+    r"\s*(?:(?:It|Its|They|Their|Both|Neither|None|Nothing|Not|Same|Another|So|Also|Again|Else|As"
+    r"|At|In|On|To|For|From|Per|With|Within|Without|Under|Above|Below|Beside|Beyond|Between|Before"
+    r"|After|Since|Until)\b|One (?:that|which|of (?:them|these|those))\b)"
+)
+"""First words of a docstring of the packages that say nothing of its subject."""
 _PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
 _FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _BEFORE_PROSE = re.compile(r"\n\s*\n|^#.*$|^[ >]*(?:[-*]|\d+\.) |\|", re.MULTILINE)
@@ -108,6 +114,33 @@ def test_no_sentence_begins_with_a_preposition_or_pronoun(package: str, reposito
 )
 def test_each_sentence_of_a_docstring_is_looked_at(text: str, found: list[str]) -> None:
     assert riddles(text) == found
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_a_docstring_begins_with_its_subject_or_verb(package: str, repository: Path) -> None:
+    """Tests and benchmarks may begin with the condition that they add to their name."""
+    found = [
+        f"{path.relative_to(repository)}:{line}: {text.strip().splitlines()[0]}"
+        for path in sorted((repository / package).rglob("*.py"))
+        for line, text in docstrings(path.read_text())
+        if _WITHOUT_SUBJECT.match(text)
+    ]
+    assert found == [], "say what the thing is, or what the function does"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("None for a CPU engine.", True),
+        ("The engine's GPUs; None for a CPU engine.", False),
+        ("One that waits is drained.", True),
+        ("One step of an engine.", False),
+        ("\n    Per node, its job.", True),
+        ("Period of looks, in s.", False),
+    ],
+)
+def test_a_beginning_without_a_subject_is_found(text: str, found: bool) -> None:
+    assert bool(_WITHOUT_SUBJECT.match(text)) is found
 
 
 @pytest.mark.parametrize("package", PRODUCT)

@@ -108,7 +108,7 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         (GOOD.replace("    policy", "    pulses: [../x]\n    policy"), "slots.0.pulses"),
         (
             GOOD.replace("    policy", "    metrics_url: 127.0.0.1:8000/metrics\n    policy"),
-            "slots.0.metrics_url: Value error, use http://HOST:PORT/metrics",
+            "slots.0.metrics_url: Value error, use a URL such as http://HOST:PORT/metrics",
         ),
         (
             GOOD.replace("    policy", "    metrics_url: http://h:99999/metrics\n    policy"),

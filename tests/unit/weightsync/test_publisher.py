@@ -505,7 +505,7 @@ def test_a_publisher_has_eight_parameters() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "a NoneType: pass a state dict"),
+        (None, "cannot publish a NoneType: pass a state dict"),
         ([torch.zeros(2, 3)], "a Tensor is no pair of name and tensor"),
         (torch.nn.Linear(2, 2).parameters(), r"a Parameter is no pair .*`named_parameters\(\)`"),
         ([("w", torch.zeros(2), 1)], "a tuple is no pair of name and tensor"),

@@ -28,7 +28,7 @@ from benchmarks.gpu_slot.sleeping.pieces import (  # noqa: E402
     even_sizes,
     tensor_sizes,
 )
-from benchmarks.gpu_slot.sleeping.production import Production, production, serve  # noqa: E402
+from benchmarks.gpu_slot.sleeping.production import ProductionProcess, production, serve
 from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory  # noqa: E402
 
 MS = 1_000_000
@@ -180,7 +180,7 @@ def test_a_production_that_ends_is_named() -> None:
         assert not first or not second or first[-1][1] <= second[0][0]
         beside._process.kill()
         with pytest.raises(RuntimeError, match="production ended with -9"):
-            Production(beside._process).wait_until_ready()
+            ProductionProcess(beside._process).wait_until_ready()
 
 
 def test_the_part_runs_through_and_leaves_its_figures(tmp_path: Path) -> None:

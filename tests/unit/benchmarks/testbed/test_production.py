@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.testbed.production import ProductionClient, RandomPrompts, StreamWatch
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.trace import Arrival
-from examples.demo.records import Arm
+from examples.demo.records import DemoArm
 
 EVENT = b'data: {"choices":[{"text":"x"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -93,7 +93,7 @@ async def replayed(
     if stop_after_s is not None:
         asyncio.get_running_loop().call_later(stop_after_s, stopped.set)
     await client.replay(
-        arrivals, arm=Arm.FIXED, block=2, start_s=LoopClock().now(), stopped=stopped
+        arrivals, arm=DemoArm.FIXED, block=2, start_s=LoopClock().now(), stopped=stopped
     )
     return sorted(records, key=lambda record: record.trace_index)
 
@@ -119,7 +119,7 @@ async def test_counts_latency_from_the_due_time_even_when_sent_late() -> None:
 async def test_records_one_latency_per_later_token() -> None:
     (record,) = await replayed(Engine(step_s=0.1), [arrival(0, 0.0, output_tokens=4)])
     assert record.itl_s == pytest.approx([0.1, 0.1, 0.1])
-    assert (record.arm, record.block, record.output_tokens) == (Arm.FIXED, 2, 4)
+    assert (record.arm, record.block, record.output_tokens) == (DemoArm.FIXED, 2, 4)
 
 
 async def test_asks_for_exactly_the_tokens_of_the_trace() -> None:
@@ -167,10 +167,10 @@ async def test_sends_nothing_once_stopped_but_hears_the_rest_out() -> None:
 def test_no_two_blocks_ask_the_same_prompt_and_a_repeated_run_does() -> None:
     prompts = RandomPrompts(seed=1, first_id=0, last_id=200)
     asked = Arrival(index=3, t_s=0.0, input_tokens=64, output_tokens=1)
-    first = prompts.of(asked, arm=Arm.FIXED, block=0)
-    assert first == prompts.of(asked, arm=Arm.FIXED, block=0)
-    assert first != prompts.of(asked, arm=Arm.FIXED, block=1)
-    assert first != prompts.of(asked, arm=Arm.HARVEST, block=0)
+    first = prompts.of(asked, arm=DemoArm.FIXED, block=0)
+    assert first == prompts.of(asked, arm=DemoArm.FIXED, block=0)
+    assert first != prompts.of(asked, arm=DemoArm.FIXED, block=1)
+    assert first != prompts.of(asked, arm=DemoArm.HARVEST, block=0)
 
 
 @given(st.lists(st.integers(0, 200), max_size=12))

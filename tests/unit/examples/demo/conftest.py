@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.testbed.production_request import ProductionRequest
-from examples.demo.records import Arm, ArmBlock, EngineGap, GrantSample, Record, TrainingStep
-from examples.demo.result import Facts, result_of
+from examples.demo.records import ArmBlock, DemoArm, EngineGap, GrantSample, Record, TrainingStep
+from examples.demo.result import DemoFacts, result_of
 from examples.demo.schema import Result
 from tests.unit.benchmarks.testbed.made_request import made_request
 
@@ -23,8 +23,8 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 
 @pytest.fixture(scope="session")
-def facts() -> Facts:
-    return Facts(
+def facts() -> DemoFacts:
+    return DemoFacts(
         trace="a <trace>.csv",
         scale=1.5,
         scaling={"input_scale": 0.25, "output_scale": 0.25},
@@ -45,7 +45,7 @@ def request_of() -> Callable[..., ProductionRequest]:
 
 @pytest.fixture
 def step_of() -> Callable[..., TrainingStep]:
-    def build(arm: Arm = Arm.FIXED, **given: object) -> TrainingStep:
+    def build(arm: DemoArm = DemoArm.FIXED, **given: object) -> TrainingStep:
         fields: dict[str, object] = {
             "arm": arm,
             "block": 0,
@@ -76,7 +76,7 @@ def step_of() -> Callable[..., TrainingStep]:
 
 
 @pytest.fixture(scope="session")
-def whole_result(whole_run: tuple[Record, ...], facts: Facts) -> Result:
+def whole_result(whole_run: tuple[Record, ...], facts: DemoFacts) -> Result:
     return result_of(whole_run, facts)
 
 
@@ -90,8 +90,8 @@ def whole_run() -> tuple[Record, ...]:
     for index in range(3):
         due = np.sort(rng.uniform(0, BLOCK_S, 400))
         base = 0.02 + rng.gamma(2.0, 0.006, 400)
-        for arm in Arm:
-            cost = 1.01 if arm is Arm.HARVEST else 1.0
+        for arm in DemoArm:
+            cost = 1.01 if arm is DemoArm.HARVEST else 1.0
             for place in range(400):
                 noise = rng.normal(1.0, 0.03)
                 itl = 0.006 * cost * rng.gamma(20.0, 0.05, 20)
@@ -111,7 +111,7 @@ def whole_run() -> tuple[Record, ...]:
             for beat in range(int(BLOCK_S * 5)):
                 at = now + beat / 5
                 flying = int(rng.poisson(2.0))
-                is_open = arm is Arm.HARVEST and flying < 4
+                is_open = arm is DemoArm.HARVEST and flying < 4
                 tokens_total += int(rng.integers(200, 500)) if is_open else 0
                 records.append(
                     GrantSample(
@@ -128,7 +128,7 @@ def whole_run() -> tuple[Record, ...]:
                         production_in_flight=flying,
                     )
                 )
-            if arm is not Arm.SERVING_ONLY:
+            if arm is not DemoArm.SERVING_ONLY:
                 records += _steps(arm, index, now, rng)
             records.append(
                 ArmBlock(
@@ -143,8 +143,8 @@ def whole_run() -> tuple[Record, ...]:
     return tuple(records)
 
 
-def _steps(arm: Arm, index: int, start_s: float, rng: np.random.Generator) -> list[Record]:
-    harvest = arm is Arm.HARVEST
+def _steps(arm: DemoArm, index: int, start_s: float, rng: np.random.Generator) -> list[Record]:
+    harvest = arm is DemoArm.HARVEST
     rollout_s = 2.0 if harvest else 3.0
     steps: list[Record] = []
     for place in range(STEPS_PER_BLOCK):

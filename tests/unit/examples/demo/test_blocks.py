@@ -11,7 +11,7 @@ import pytest
 from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.trace import Arrival
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
-from examples.demo.records import Arm, ArmBlock, Record, TrainingStep
+from examples.demo.records import ArmBlock, DemoArm, Record, TrainingStep
 from examples.grpo.events import StepDone, Trajectories
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
@@ -42,9 +42,9 @@ class Scene:
 
     calls: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    sent: list[tuple[Arm, int]] = field(default_factory=list)
+    sent: list[tuple[DemoArm, int]] = field(default_factory=list)
     guest_stays: bool = False
-    arm: Arm = Arm.SERVING_ONLY
+    arm: DemoArm = DemoArm.SERVING_ONLY
     block: int = -1
 
     async def activate(self, job: str) -> None:
@@ -61,7 +61,7 @@ class Scene:
         self,
         arrivals: Iterable[Arrival],
         *,
-        arm: Arm,
+        arm: DemoArm,
         block: int,
         start_s: float,
         stopped: asyncio.Event,
@@ -110,7 +110,7 @@ class Scene:
             stack=fake,
             gateway=fake,
             client=fake,
-            trainers={Arm.FIXED: fake, Arm.HARVEST: fake},
+            trainers={DemoArm.FIXED: fake, DemoArm.HARVEST: fake},
             watch=fake,
             clock=LoopClock(),
             record=self.records.append,
@@ -158,14 +158,14 @@ def test_a_excerpt_goes_on_lap_after_lap_with_new_indices() -> None:
 
 async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> None:
     scene = Scene()
-    await scene.runner().run(Arm.SERVING_ONLY, 1, EXCERPT, PLAN)
+    await scene.runner().run(DemoArm.SERVING_ONLY, 1, EXCERPT, PLAN)
     assert scene.calls == [("harvesting", "harvest", False), ("guest_gone", "guest-0")]
     (block,) = scene.records
     assert isinstance(block, ArmBlock)
-    assert (block.arm, block.index) == (Arm.SERVING_ONLY, 1)
+    assert (block.arm, block.index) == (DemoArm.SERVING_ONLY, 1)
     assert block.end_s - block.start_s == pytest.approx(PLAN.serving_s)
     assert block.production_busy_share == pytest.approx(BUSY_RATIO)
-    assert (scene.arm, scene.block) == (Arm.SERVING_ONLY, 1), "samples are labelled"
+    assert (scene.arm, scene.block) == (DemoArm.SERVING_ONLY, 1), "samples are labelled"
     assert [index for _, index in scene.sent][:12] == list(range(12))
 
 
@@ -173,17 +173,17 @@ async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> 
     ("arm", "calls"),
     [
         (
-            Arm.FIXED,
+            DemoArm.FIXED,
             [
                 ("activate", "fixed"),
                 ("harvesting", "harvest", False),
                 ("guest_gone", "guest-0"),
             ],
         ),
-        (Arm.HARVEST, [("activate", "harvest"), ("harvesting", "harvest", True)]),
+        (DemoArm.HARVEST, [("activate", "harvest"), ("harvesting", "harvest", True)]),
     ],
 )
-async def test_a_block_with_a_job_lasts_its_steps(arm: Arm, calls: list[Any]) -> None:
+async def test_a_block_with_a_job_lasts_its_steps(arm: DemoArm, calls: list[Any]) -> None:
     scene = Scene()
     await scene.runner().run(arm, 2, EXCERPT, PLAN)
     assert scene.calls == calls
@@ -196,7 +196,7 @@ async def test_a_block_with_a_job_lasts_its_steps(arm: Arm, calls: list[Any]) ->
 
 async def test_a_step_is_recorded_with_every_engines_gap_and_every_trajectory() -> None:
     scene = Scene()
-    await scene.runner().step(Arm.HARVEST, 0)
+    await scene.runner().step(DemoArm.HARVEST, 0)
     (step,) = scene.records
     assert isinstance(step, TrainingStep)
     assert [(gap.engine, gap.sum_abs, gap.tokens) for gap in step.gaps] == [
@@ -209,12 +209,12 @@ async def test_a_step_is_recorded_with_every_engines_gap_and_every_trajectory() 
 async def test_a_guest_that_serves_on_stops_an_arm_that_does_not_harvest() -> None:
     scene = Scene(guest_stays=True)
     with pytest.raises(ConfigError, match="still serves"):
-        await scene.runner().run(Arm.FIXED, 0, EXCERPT, PLAN)
+        await scene.runner().run(DemoArm.FIXED, 0, EXCERPT, PLAN)
     assert scene.records == []
 
 
-@pytest.mark.parametrize("arm", Arm)
-async def test_a_block_that_is_given_up_ends_its_replay(arm: Arm) -> None:
+@pytest.mark.parametrize("arm", DemoArm)
+async def test_a_block_that_is_given_up_ends_its_replay(arm: DemoArm) -> None:
     scene = Scene()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(scene.runner().run(arm, 0, EXCERPT, PLAN), STEP_S)
@@ -226,6 +226,6 @@ async def test_a_block_that_is_given_up_ends_its_replay(arm: Arm) -> None:
 
 async def test_a_part_of_a_trace_without_a_request_sends_none() -> None:
     scene = Scene()
-    await scene.runner().run(Arm.HARVEST, 0, replace(EXCERPT, arrivals=()), PLAN)
+    await scene.runner().run(DemoArm.HARVEST, 0, replace(EXCERPT, arrivals=()), PLAN)
     assert scene.sent == []
     assert isinstance(scene.records[-1], ArmBlock)

@@ -15,8 +15,8 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.trace import Arrival
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan
-from examples.demo.preparation import SCALES, Preparation
-from examples.demo.records import Arm
+from examples.demo.preparation import SCALES, DemoPreparation
+from examples.demo.records import DemoArm
 from harvester.contracts.page import ProductionModel, Pulse
 
 TRACE = generated_trace(Bursts(), duration_s=900.0, seed=2)
@@ -44,7 +44,7 @@ class Machine:
     """Steps that its model rests on."""
     samples_per_replay: int = 100
     promised: list[ServiceLevel] = field(default_factory=list)
-    steps: list[tuple[Arm, int]] = field(default_factory=list)
+    steps: list[tuple[DemoArm, int]] = field(default_factory=list)
 
     def pulse(self) -> Pulse:
         return Pulse(busy_s_total=self.busy_s, model=MODEL, model_samples=self.samples)
@@ -59,12 +59,12 @@ class Machine:
         self.samples += self.samples_per_replay
 
     @asynccontextmanager
-    async def replaying(self, arm: Arm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
+    async def replaying(self, arm: DemoArm, index: int, excerpt: Excerpt) -> AsyncIterator[None]:
         self.steps.append((arm, index))
         self._excerpt = excerpt
         yield
 
-    async def step(self, arm: Arm, index: int) -> float:
+    async def step(self, arm: DemoArm, index: int) -> float:
         await asyncio.sleep(STEP_S)
         self.serve(self._excerpt.until(STEP_S), STEP_S)
         return STEP_S
@@ -78,7 +78,7 @@ class Client:
     record: Callable[[ProductionRequest], None]
 
     async def replay(
-        self, arrivals: tuple[Arrival, ...], *, arm: Arm, block: int, start_s: float
+        self, arrivals: tuple[Arrival, ...], *, arm: DemoArm, block: int, start_s: float
     ) -> None:
         seconds = arrivals[-1].t_s
         await asyncio.sleep(seconds)
@@ -102,9 +102,9 @@ def never(_: ProductionRequest) -> None:
     raise AssertionError("a preparation's requests stay out of the records")
 
 
-def preparation_of(machine: Machine) -> Preparation:
+def preparation_of(machine: Machine) -> DemoPreparation:
     fake = cast(Any, machine)
-    return Preparation(
+    return DemoPreparation(
         stack=fake,
         trace=TRACE,
         client=cast(Any, Client(machine, never)),
@@ -124,7 +124,7 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
     assert [excerpt.duration_s for excerpt in excerpts] == [BLOCKS.serving_s] * BLOCKS.rounds
     share = mean_busy_share(excerpts, scaled(MODEL, longer))
     assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
-    assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
+    assert machine.steps == [(DemoArm.FIXED, WARM_UP_BLOCK), (DemoArm.HARVEST, WARM_UP_BLOCK)]
 
 
 async def test_a_slow_machine_is_sent_smaller_requests_and_not_too_few() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from examples.demo.records import Record
 from examples.demo.report import report_html, write_report
-from examples.demo.result import Facts, result_of
+from examples.demo.result import DemoFacts, result_of
 from examples.demo.schema import Result
 
 
@@ -37,7 +37,7 @@ def test_every_figure_has_a_text_description(page: str) -> None:
     assert len(re.findall(r'<svg role="img" aria-label="[^"]+"', page)) == 5
 
 
-def test_a_run_cut_short_still_makes_a_page(tmp_path: Path, facts: Facts) -> None:
+def test_a_run_cut_short_still_makes_a_page(tmp_path: Path, facts: DemoFacts) -> None:
     path = tmp_path / "report.html"
     write_report(path, result_of([], facts), [])
     assert "nothing can be compared" in path.read_text()

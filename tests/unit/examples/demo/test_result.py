@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import arms_of
-from examples.demo.records import Arm, ArmBlock, EngineGap, Record, TrainingStep
-from examples.demo.result import Facts, as_json, level_of, result_of
+from examples.demo.records import ArmBlock, DemoArm, EngineGap, Record, TrainingStep
+from examples.demo.result import DemoFacts, as_json, level_of, result_of
 from examples.demo.schema import Result, ResultCheck
 from examples.demo.session import measured_level
 from harvester.contracts.errors import ConfigError
@@ -19,7 +19,7 @@ def check(result: Result, name: str) -> ResultCheck:
     return next(check for check in result.checks if check.name.startswith(name))
 
 
-def test_figures_of_production_by_hand(request_of: Requests, facts: Facts) -> None:
+def test_figures_of_production_by_hand(request_of: Requests, facts: DemoFacts) -> None:
     records: list[Record] = [
         request_of(trace_index=i, ttft_s=s, itl_s=itl)
         for i, (s, itl) in enumerate([(0.01, (0.002, 0.004)), (0.02, (0.006,)), (0.09, (0.008,))])
@@ -35,13 +35,15 @@ def test_figures_of_production_by_hand(request_of: Requests, facts: Facts) -> No
     assert (serving.requests, serving.failed) == (3, 0)
 
 
-def test_compares_only_requests_that_every_arm_replayed(request_of: Requests, facts: Facts) -> None:
+def test_compares_only_requests_that_every_arm_replayed(
+    request_of: Requests, facts: DemoFacts
+) -> None:
     records: list[Record] = [
         *(request_of(trace_index=i, ttft_s=0.02) for i in range(10)),
-        *(request_of(Arm.FIXED, trace_index=i, ttft_s=0.02) for i in range(14)),
-        *(request_of(Arm.HARVEST, trace_index=i, ttft_s=0.03) for i in range(8)),
-        request_of(Arm.FIXED, trace_index=14, failed=True),
-        request_of(Arm.FIXED, block=-1, trace_index=0, ttft_s=9.0),
+        *(request_of(DemoArm.FIXED, trace_index=i, ttft_s=0.02) for i in range(14)),
+        *(request_of(DemoArm.HARVEST, trace_index=i, ttft_s=0.03) for i in range(8)),
+        request_of(DemoArm.FIXED, trace_index=14, failed=True),
+        request_of(DemoArm.FIXED, block=-1, trace_index=0, ttft_s=9.0),
     ]
     result = result_of(records, facts)
     assert result.serving_only.requests == result.fixed.requests == result.harvest.requests == 8
@@ -54,13 +56,17 @@ def test_compares_only_requests_that_every_arm_replayed(request_of: Requests, fa
 
 
 def test_the_round_and_not_the_request_is_the_unit_of_an_interval(
-    request_of: Requests, facts: Facts
+    request_of: Requests, facts: DemoFacts
 ) -> None:
     """Beside the guest all requests of a round were as much slower or faster, by the machine."""
     records: list[Record] = [
         request_of(arm, block=block, trace_index=i, ttft_s=slower * 0.01 * 1.05**i)
         for block, slower_beside in enumerate((0.7, 1.3, 1.0, 1.2, 0.8))
-        for arm, slower in ((Arm.SERVING_ONLY, 1.0), (Arm.FIXED, 1.0), (Arm.HARVEST, slower_beside))
+        for arm, slower in (
+            (DemoArm.SERVING_ONLY, 1.0),
+            (DemoArm.FIXED, 1.0),
+            (DemoArm.HARVEST, slower_beside),
+        )
         for i in range(40)
     ]
     result = result_of(records, facts)
@@ -76,46 +82,48 @@ def test_the_slo_is_chosen_from_the_requests_that_are_compared(request_of: Reque
     """A miss that no other arm replayed must not make room for an SLO that all then attain."""
     shared = [(0.02, i) for i in range(98)] + [(0.3, 98), (0.3, 99)]
     requests = [
-        *(request_of(arm, trace_index=i, ttft_s=ttft_s) for arm in Arm for ttft_s, i in shared),
+        *(request_of(arm, trace_index=i, ttft_s=ttft_s) for arm in DemoArm for ttft_s, i in shared),
         *(request_of(trace_index=100 + i, ttft_s=0.9) for i in range(3)),
     ]
-    level = level_of(arms_of(requests, Arm))
+    level = level_of(arms_of(requests, DemoArm))
     assert 0.02 < level.ttft_s < 0.3
 
 
 def test_without_a_request_in_every_arm_there_is_no_slo(request_of: Requests) -> None:
-    requests = [request_of(arm, trace_index=place) for place, arm in enumerate(Arm)]
+    requests = [request_of(arm, trace_index=place) for place, arm in enumerate(DemoArm)]
     with pytest.raises(ConfigError, match="longer or busier trace"):
-        level_of(arms_of(requests, Arm))
+        level_of(arms_of(requests, DemoArm))
     assert measured_level([]) is None, "a round without a request promises nothing new"
     assert measured_level(requests) is not None
 
 
 def test_time_without_a_request_in_flight_stands_beside_each_arm(
-    request_of: Requests, facts: Facts
+    request_of: Requests, facts: DemoFacts
 ) -> None:
     blocks: list[Record] = [
-        ArmBlock(arm=Arm.HARVEST, index=index, start_s=10.0 * index, end_s=10.0 * index + 10.0)
+        ArmBlock(arm=DemoArm.HARVEST, index=index, start_s=10.0 * index, end_s=10.0 * index + 10.0)
         for index in range(2)
     ]
     busy = [
-        request_of(Arm.HARVEST, block=index, due_s=10.0 * index + 2.0, ttft_s=3.0, itl_s=(1.0,))
+        request_of(DemoArm.HARVEST, block=index, due_s=10.0 * index + 2.0, ttft_s=3.0, itl_s=(1.0,))
         for index in range(2)
     ]
-    warm_up = request_of(Arm.HARVEST, block=-1, due_s=11.0, ttft_s=9.0)
+    warm_up = request_of(DemoArm.HARVEST, block=-1, due_s=11.0, ttft_s=9.0)
     result = result_of([*blocks, *busy, warm_up], facts)
-    assert result.nothing_in_flight_share == {Arm.HARVEST: pytest.approx(0.6)}
+    assert result.nothing_in_flight_share == {DemoArm.HARVEST: pytest.approx(0.6)}
 
 
-def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
+def test_figures_of_the_job_by_hand(step_of: Steps, facts: DemoFacts) -> None:
     records: list[Record] = [
-        ArmBlock(arm=Arm.SERVING_ONLY, index=0, start_s=0, end_s=30, production_busy_share=0.4),
-        ArmBlock(arm=Arm.SERVING_ONLY, index=1, start_s=0, end_s=10, production_busy_share=0.8),
-        ArmBlock(arm=Arm.SERVING_ONLY, index=-1, start_s=0, end_s=99, production_busy_share=1.0),
-        ArmBlock(arm=Arm.HARVEST, index=0, start_s=0, end_s=99, production_busy_share=1.0),
+        ArmBlock(arm=DemoArm.SERVING_ONLY, index=0, start_s=0, end_s=30, production_busy_share=0.4),
+        ArmBlock(arm=DemoArm.SERVING_ONLY, index=1, start_s=0, end_s=10, production_busy_share=0.8),
+        ArmBlock(
+            arm=DemoArm.SERVING_ONLY, index=-1, start_s=0, end_s=99, production_busy_share=1.0
+        ),
+        ArmBlock(arm=DemoArm.HARVEST, index=0, start_s=0, end_s=99, production_busy_share=1.0),
         *(step_of(step=n, step_s=4.0, rollout_s=3.0) for n in range(2, 8)),
         *(
-            step_of(Arm.HARVEST, step=n, step_s=3.2, rollout_s=2.0, rollout_tokens=3300)
+            step_of(DemoArm.HARVEST, step=n, step_s=3.2, rollout_s=2.0, rollout_tokens=3300)
             for n in range(2, 6)
         ),
         step_of(block=-1, step=1, step_s=99.0, rollout_s=98.0),
@@ -135,21 +143,21 @@ def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
     assert check(result, "training step speedup per rollout token").value == pytest.approx(1.375)
 
 
-def test_speeds_are_compared_over_equal_step_numbers(step_of: Steps, facts: Facts) -> None:
+def test_speeds_are_compared_over_equal_step_numbers(step_of: Steps, facts: DemoFacts) -> None:
     records: list[Record] = [
         *(step_of(step=n, step_s=float(n)) for n in (1, 2, 9)),
-        *(step_of(Arm.HARVEST, step=n, step_s=1.0) for n in (1, 2)),
+        *(step_of(DemoArm.HARVEST, step=n, step_s=1.0) for n in (1, 2)),
     ]
     assert result_of(records, facts).ratios.step_speedup == pytest.approx(1.5)
 
 
 def test_rewards_are_means_of_three_steps_with_the_error_of_their_difference(
-    step_of: Steps, facts: Facts
+    step_of: Steps, facts: DemoFacts
 ) -> None:
     rewards = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
     records: list[Record] = [
         step_of(arm, step=n, reward_mean=reward + shift, reward_se=0.03)
-        for arm, shift in ((Arm.FIXED, 0.0), (Arm.HARVEST, 0.06))
+        for arm, shift in ((DemoArm.FIXED, 0.0), (DemoArm.HARVEST, 0.06))
         for n, reward in enumerate(rewards)
     ]
     result = result_of(records, facts)
@@ -163,7 +171,7 @@ def test_rewards_are_means_of_three_steps_with_the_error_of_their_difference(
     assert not distance.ok
 
 
-def test_few_steps_are_never_first_and_last_at_once(step_of: Steps, facts: Facts) -> None:
+def test_few_steps_are_never_first_and_last_at_once(step_of: Steps, facts: DemoFacts) -> None:
     records: list[Record] = [step_of(step=n, reward_mean=float(n)) for n in (1, 2, 3)]
     result = result_of(records, facts)
     assert (result.fixed.reward_first, result.fixed.reward_last) == (1.0, 3.0)
@@ -172,7 +180,7 @@ def test_few_steps_are_never_first_and_last_at_once(step_of: Steps, facts: Facts
     assert one.fixed.reward_se is None
 
 
-def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: Facts) -> None:
+def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: DemoFacts) -> None:
     def gaps(dedicated: float, guest: float, guest_tokens: int = 50) -> tuple[EngineGap, ...]:
         return (
             EngineGap(engine="dedicated-0", sum_abs=dedicated, tokens=100),
@@ -180,9 +188,9 @@ def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: Facts) 
         )
 
     records: list[Record] = [
-        step_of(Arm.HARVEST, step=1, gaps=gaps(1.0, 0.4)),
-        step_of(Arm.HARVEST, step=2, gaps=gaps(3.0, 0.8)),
-        step_of(Arm.FIXED, step=1, gaps=gaps(50.0, 0.0)),
+        step_of(DemoArm.HARVEST, step=1, gaps=gaps(1.0, 0.4)),
+        step_of(DemoArm.HARVEST, step=2, gaps=gaps(3.0, 0.8)),
+        step_of(DemoArm.FIXED, step=1, gaps=gaps(50.0, 0.0)),
     ]
     result = result_of(records, facts)
     assert result.onpolicy.logprob_gap_dedicated == pytest.approx(0.02)
@@ -190,7 +198,7 @@ def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: Facts) 
     assert check(result, "log-probability gap").value == pytest.approx(0.6)
 
 
-def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: Facts) -> None:
+def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: DemoFacts) -> None:
     def both(per_token: float, guest_tokens: int) -> tuple[EngineGap, ...]:
         return (
             EngineGap(engine="dedicated-0", sum_abs=per_token * 100, tokens=100),
@@ -199,19 +207,19 @@ def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: Facts) -> None
 
     # Equal in each step; most harvested where the gap is greatest.
     records: list[Record] = [
-        step_of(Arm.HARVEST, step=1, gaps=both(0.05, 400)),
-        step_of(Arm.HARVEST, step=2, gaps=both(0.01, 10)),
-        step_of(Arm.HARVEST, step=3, gaps=both(0.09, 0)),
+        step_of(DemoArm.HARVEST, step=1, gaps=both(0.05, 400)),
+        step_of(DemoArm.HARVEST, step=2, gaps=both(0.01, 10)),
+        step_of(DemoArm.HARVEST, step=3, gaps=both(0.09, 0)),
     ]
     assert check(result_of(records, facts), "log-probability gap").value == pytest.approx(1.0)
 
 
 def test_lost_duplicated_and_stale_tokens_count_in_warm_up_steps_too(
-    step_of: Steps, facts: Facts
+    step_of: Steps, facts: DemoFacts
 ) -> None:
     records: list[Record] = [
         step_of(block=-1, step=1, version=1, lost=1, duplicated=2, stale_tokens=3),
-        step_of(Arm.HARVEST, step=2, version=2),
+        step_of(DemoArm.HARVEST, step=2, version=2),
     ]
     result = result_of(records, facts)
     kept = result.trajectories
@@ -222,7 +230,7 @@ def test_lost_duplicated_and_stale_tokens_count_in_warm_up_steps_too(
         assert not check(result, name).ok
 
 
-def test_a_run_without_records_measures_nothing_and_shows_nothing(facts: Facts) -> None:
+def test_a_run_without_records_measures_nothing_and_shows_nothing(facts: DemoFacts) -> None:
     result = result_of([], facts)
     assert result.serving_only.ttft_p50_ms is None
     assert result.ideal_speedup is None
@@ -236,13 +244,13 @@ def test_a_run_without_records_measures_nothing_and_shows_nothing(facts: Facts) 
 
 
 def test_a_good_run_passes_every_check_but_the_bands_it_misses(
-    whole_run: tuple[Record, ...], facts: Facts
+    whole_run: tuple[Record, ...], facts: DemoFacts
 ) -> None:
     # At 55 ms some of production's own requests come late, as an SLO should have it.
     result = result_of(whole_run, msgspec.structs.replace(facts, ttft_slo_s=0.06))
     assert [check.name for check in result.checks if not check.ok] == []
 
 
-def test_infinite_figures_become_null(whole_run: tuple[Record, ...], facts: Facts) -> None:
+def test_infinite_figures_become_null(whole_run: tuple[Record, ...], facts: DemoFacts) -> None:
     result = result_of(whole_run, msgspec.structs.replace(facts, scale=float("inf")))
     assert as_json(result)["scale"] is None

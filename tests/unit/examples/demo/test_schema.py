@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from examples.demo.records import ArmBlock, Record
-from examples.demo.result import Facts, as_json, result_of
+from examples.demo.result import DemoFacts, as_json, result_of
 from examples.demo.schema import Result, problems
 
 
@@ -24,7 +24,7 @@ def test_a_whole_run_has_no_problems_even_with_keys_of_later_versions(
 
 
 def test_one_round_bounds_no_interval_which_is_no_problem(
-    whole_run: tuple[Record, ...], facts: Facts
+    whole_run: tuple[Record, ...], facts: DemoFacts
 ) -> None:
     """As with `--quick`."""
     first = [

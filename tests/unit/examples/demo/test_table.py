@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from examples.demo import table, wording
-from examples.demo.records import Arm, TrainingStep
+from examples.demo.records import DemoArm, TrainingStep
 from examples.demo.schema import Result
 
 
@@ -29,7 +29,7 @@ def test_a_trace_name_is_no_markup(whole_result: Result) -> None:
 
 
 def test_progress_shows_a_steps_harvested_share(step_of: Callable[..., TrainingStep]) -> None:
-    step = step_of(Arm.HARVEST, tokens_by_engine={"dedicated-0": 2000, "guest-0": 1000})
+    step = step_of(DemoArm.HARVEST, tokens_by_engine={"dedicated-0": 2000, "guest-0": 1000})
     line = table.step_line(step, guests=frozenset({"guest-0"}))
     assert "step 1 in 4.0 s, 1,000 rollout tokens/s, 33 % harvested, reward 0.50 ± 0.02" in line
 

@@ -173,7 +173,7 @@ def test_every_field_that_changes_is_in_force_or_needs_a_start(where: Where) -> 
     if where == ("slots", "slot0", "name"):
         assert said == ("slots.slot0x: added", "slots.slot0: removed")
         return
-    anew = ("slots.slot0: opened anew",) if where in REOPENING else ()
+    anew = ("slots.slot0: opened again",) if where in REOPENING else ()
     assert said == (*anew, ".".join(where))
     kept = dict(leaves(done.config))[where]
     taken_over = not done.restart_needed

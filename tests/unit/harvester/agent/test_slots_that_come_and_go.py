@@ -158,7 +158,7 @@ def test_a_slot_of_which_a_fixed_field_changed_is_opened_anew(
     granted, other = lease(node, "slot0"), lease(node, "slot1")
     slots = (config.slots[0].model_copy(update={"service": "chat"}), config.slots[1])
     done = node.reconfigure(config.model_copy(update={"slots": slots}))
-    assert done.in_force == ("slots.slot0: opened anew", "slots.slot0.service")
+    assert done.in_force == ("slots.slot0: opened again", "slots.slot0.service")
     assert done.restart_needed == ()
     assert names(node) == ["slot0", "slot1"]
     assert [slot.config.service for slot in node.slots] == ["chat", ""]

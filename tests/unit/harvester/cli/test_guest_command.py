@@ -244,9 +244,9 @@ def test_the_slot_s_gpus_are_named_where_there_are_several(
     driver("GPU-1, Default\\nGPU-2, Default\\nGPU-3, Default\\n")
     code, shown = said(write(), capsys)
     assert code == 2
-    assert shown.endswith("rosemux: gpus: name those of the slot, of GPU-1, GPU-2, GPU-3")
+    assert shown.endswith("rosemux: gpus: name the slot's GPUs out of GPU-1, GPU-2, GPU-3")
     code, shown = said(write("gpus: [GPU-9]"), capsys)
-    assert (code, "GPU-9 not here; nvidia-smi knows GPU-1" in shown) == (2, True)
+    assert (code, "no GPU-9 here; nvidia-smi lists GPU-1" in shown) == (2, True)
     code, shown = said(write("gpus: [GPU-3, GPU-1]", "arguments: [--seed, '7']"), capsys)
     assert code == 0
     assert "CUDA_VISIBLE_DEVICES=GPU-3,GPU-1 " in shown

@@ -217,7 +217,7 @@ def test_a_live_view_needs_a_terminal(agent: FakeAgent, capsys: pytest.CaptureFi
 
 def test_once_fails_where_no_agent_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--once", "--interval", "0.2", "http://127.0.0.1:1") == 1
-    assert "no agent gives an answer" in capsys.readouterr().err
+    assert "no agent answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -129,5 +129,5 @@ def test_only_a_finish_reason_of_vllm_ends_an_attempt() -> None:
 
 def test_a_stop_before_the_first_token_is_no_answer() -> None:
     check_finish(EngineChoice([7], finish_reason="stop"), tokens_before=0)
-    with pytest.raises(EngineLost, match="protocol: a stop before the first token"):
+    with pytest.raises(EngineLost, match="protocol: the engine stopped before the first token"):
         check_finish(EngineChoice(finish_reason="stop"), tokens_before=0)

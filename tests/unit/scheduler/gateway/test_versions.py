@@ -82,7 +82,7 @@ def test_a_number_is_of_one_run_for_good(announced: str) -> None:
     assert (update.version, update.state_hash) == (1, announced)
     policy.observe(_updated("d", 1, state_hash="ours"), now=0.0)
     assert policy.state_hash(JOB, WeightVersion(1)) == "ours"
-    assert "begun anew" in policy.refusal(_publish(1, state_hash="another"))
+    assert "another run" in policy.refusal(_publish(1, state_hash="another"))
     assert policy.refusal(_publish(1, state_hash="ours")) == policy.refusal(_publish(1)) == ""
     policy.observe(_publish(1), now=0.0)
     again = VersionPolicy(VersionsConfig())

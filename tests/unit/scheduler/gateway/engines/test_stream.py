@@ -123,7 +123,7 @@ def test_an_older_engine_names_tokens_by_their_place() -> None:
 def test_log_probabilities_of_other_tokens_are_refused() -> None:
     choice = {"token_ids": [7, 9], "logprobs": {"content": [{"logprob": -0.5}]}}
     event = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
-    with pytest.raises(PeerProtocolError, match="1 log-probabilities, 2 tokens"):
+    with pytest.raises(PeerProtocolError, match="1 log-probabilities for 2 tokens"):
         list(EventStream().feed(event))
 
 
@@ -164,8 +164,8 @@ def test_a_large_event_without_tokens_or_with_an_error_is_one_chunk() -> None:
         (_large(5000), "4999 tokens that are left"),
         (_large(5000, token_ids=[1] * 60_000), "4999 tokens that are left"),
         (_large(4999, token_ids=[1]), "bytes, 1 tokens"),
-        (_large(4999, token_ids=[1] * 4000), "4999 log-probabilities, 4000 tokens"),
-        (_large(4999, sampling_mask=[[1]]), "1 sampling masks, 4999 tokens"),
+        (_large(4999, token_ids=[1] * 4000), "4999 log-probabilities for 4000 tokens"),
+        (_large(4999, sampling_mask=[[1]]), "1 sampling masks for 4999 tokens"),
         (_large(4999, logprobs={"content": [7] * 4999}, token_ids=["x" * 70_000]), "unreadable"),
         (_large(4999, index=1), "choice 1"),
     ],
