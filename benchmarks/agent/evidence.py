@@ -79,6 +79,15 @@ class LeaseCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnServed:
+    """A turn that a guest's middleware let through to its engine."""
+
+    slot: str
+    epoch: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedCall:
     """A call that must be refused; `status` 0 is a connection that the agent closed."""
 
@@ -126,6 +135,7 @@ class Evidence:
     starts: list[float] = field(default_factory=list)
     """Starts of the agent."""
     calls: list[LeaseCall] = field(default_factory=list)
+    turns: list[TurnServed] = field(default_factory=list)
     refused: list[RefusedCall] = field(default_factory=list)
     scraped: list[float] = field(default_factory=list)
     """Stamps of pulses that the agent wrote from a scrape; `good` has the answers."""
@@ -193,10 +203,13 @@ class GrantLog:
 
 
 def read_files(evidence: Evidence, state: Path, slots: Sequence[str]) -> None:
-    """Adds what the agent's journals and its audit say, and the faults of a replay."""
+    """Adds what the agent's journals and its audit say, and the faults of a replay. Directories
+    are read in the order of their content."""
     for slot in slots:
         journal = state / f"{slot}.journal"
-        evidence.decisions[slot] = _decisions_of(journal)
+        evidence.decisions.setdefault(slot, []).extend(_decisions_of(journal))
+        if not journal.exists():
+            continue  # A slot that was gone when its directory was new. Grants miss their lines.
         try:
             difference = replay_journal(journal).difference
         except RoseMuxError as error:
@@ -205,7 +218,7 @@ def read_files(evidence: Evidence, state: Path, slots: Sequence[str]) -> None:
             if difference is not None:
                 evidence.replay_faults.append(f"{slot}: line {difference.line} differs")
     lines = (line for file in audit_files(state / "audit.jsonl") for line in read_audit(file))
-    evidence.audit = [line for line in lines if isinstance(line, AuditEvent)]
+    evidence.audit += [line for line in lines if isinstance(line, AuditEvent)]
 
 
 def _decisions_of(journal: Path) -> list[Decided]:

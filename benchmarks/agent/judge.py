@@ -4,6 +4,7 @@ stale_grants       open while data was stale, missing or unbelievable, or agains
                    scrape that was no answer became a pulse
 above_caps         more tokens, KV or time than configured, or more memory than the unit gives
 unleased_grants    open without a lease in force; an epoch that falls or serves two requests
+unleased_turns     a turn that reached the guest's engine under a lease that was over
 unrecorded         an effect without its line in the journal, a lease without its audit event, a
                    journal that does not replay
 production_touched signalled, ended, changed or blocked; or asked by more than two connections
@@ -21,7 +22,7 @@ from harvester.contracts.audit import AuditKind
 from harvester.contracts.page import GrantMode
 
 INVARIANTS = (
-    *("stale_grants", "above_caps", "unleased_grants", "unrecorded"),
+    *("stale_grants", "above_caps", "unleased_grants", "unleased_turns", "unrecorded"),
     *("production_touched", "left_behind", "rights_exceeded"),
 )
 _NOTES_MAX = 20
@@ -29,8 +30,9 @@ _BLOCKED_S = 0.05
 _CONNECTIONS_MAX = 2
 _AGENT_MB = 256.0
 """`MemoryMax` of the shipped unit."""
-_UNDECIDED = "agent starts", "agent stopped"
-"""Reasons of closed grants that are no decision: the first and the last one of an agent."""
+_UNDECIDED = "agent starts", "agent stopped", "agent fault: "
+"""Reasons of closed grants that are no decision: the first and the last one of an agent, and those
+of beats that raised."""
 _KILL_S = 5.0
 """A guest is gone so soon after the decision to end it."""
 
@@ -120,6 +122,15 @@ def _leases(evidence: Evidence, verdict: ScenarioVerdict) -> None:
         slack_s = evidence.tolerance_s
         if not since_s - slack_s <= seen.stamp_s < until_s + slack_s:
             verdict.note("unleased_grants", f"{_named(evidence, seen)}: no lease in force")
+    for turn in evidence.turns:
+        since_s, until_s = terms.get((turn.slot, turn.epoch), (0.0, 0.0))
+        # Without its agent a grant stands until it expires.
+        slack_s = evidence.tolerance_s + _caps_at(evidence, turn.at_s).ttl_s
+        if not since_s <= turn.at_s < until_s + slack_s:
+            text = (
+                f"{evidence.name}: {turn.slot}.{turn.epoch} at {turn.at_s:.3f}: no lease in force"
+            )
+            verdict.note("unleased_turns", text)
     for refused in evidence.refused:
         if refused.granted or 200 <= refused.status < 300 or refused.status >= 500:
             verdict.note("rights_exceeded", f"{evidence.name}: {refused.name}: {refused.status}")
@@ -143,7 +154,7 @@ def _records(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for seen in evidence.grants:
         if seen.grant.mode is GrantMode.CLOSED and not evidence.recording:
             continue
-        if seen.grant.mode is GrantMode.CLOSED and seen.grant.reason in _UNDECIDED:
+        if seen.grant.mode is GrantMode.CLOSED and seen.grant.reason.startswith(_UNDECIDED):
             continue
         at = bisect_right(times.get(seen.slot, []), seen.stamp_s) - 1
         effects = evidence.decisions[seen.slot][at].effects if at >= 0 else ()

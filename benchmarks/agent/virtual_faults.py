@@ -13,10 +13,12 @@ from benchmarks.agent.virtual_node import (
     TICK_S,
     TTL_S,
     ScrapedServer,
+    VirtualHolder,
     VirtualNode,
     VirtualSlot,
 )
-from harvester.contracts.errors import Exhausted
+from harvester.agent.node import NodeAgent
+from harvester.contracts.errors import Exhausted, NotYet
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.page import PageName
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest
@@ -179,6 +181,73 @@ def _lose(node: VirtualNode, what: str) -> None:
 
 
 @_fault
+def calls_late(node: VirtualNode) -> None:
+    """Calls and answers between gateways and agent are late, and overtake each other."""
+    slot = _drawn(node)
+    slot.late_s = node.rng.uniform(0.1, 6.0)
+    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "late_s", 0.0))
+
+
+@_fault
+def calls_repeated(node: VirtualNode) -> None:
+    """A proxy before the agent sends calls again, up to seconds later."""
+    slot = _drawn(node)
+    slot.twice = True
+    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "twice", False))
+
+
+@_fault
+def turns_late(node: VirtualNode) -> None:
+    """The proxy before a guest's engine holds turns back."""
+    slot = _drawn(node)
+    slot.turn_late_s = node.rng.uniform(0.2, 6.0)
+    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "turn_late_s", 0.0))
+
+
+@_fault
+def gateway_killed(node: VirtualNode) -> None:
+    """The next one knows no lease and no request of it."""
+    for slot in node.slots:
+        slot.holders[:1] = [VirtualHolder()]
+
+
+@_fault
+def rival_gateway(node: VirtualNode) -> None:
+    """Another gateway wants the same slots."""
+    for slot in node.slots:
+        slot.holders.append(VirtualHolder())
+
+
+@_fault
+def beats_fail(node: VirtualNode) -> None:
+    """The policy of a slot raises at every beat, or at every other one."""
+    agent = node.agent
+    if agent is None or not agent.slots:
+        return
+    failing, share = node.rng.choice(agent.slots), node.rng.choice((0.5, 1.0))
+    name, policy, observe = failing.name, failing.policy, failing.policy.observe
+    struck_s = node.time.now_s
+    until_s = struck_s + node.rng.uniform(0.3, 8.0)
+
+    def raising(*given: Any, **named: Any) -> Any:
+        if node.time.now_s < until_s and node.rng.random() < share:
+            raise ZeroDivisionError
+        return observe(*given, **named)
+
+    policy.observe = raising  # type: ignore[method-assign]
+
+    def judge() -> None:
+        # A restart, a reload or another fault may have given the slot other decisions.
+        slots = () if node.agent is None else node.agent.slots
+        still = any(each.policy is policy for each in slots)
+        if share == 1.0 and still and vars(policy).get("observe") is raising:
+            slot = next(each for each in node.slots if each.name == name)
+            node.dark(slot, "beats fail", since_s=struck_s + TICK_S / 2, until_s=until_s)
+
+    node.later(until_s - struck_s - TICK_S, judge)
+
+
+@_fault
 def agent_killed(node: VirtualNode) -> None:
     if node.agent is not None:
         node.kill()
@@ -222,6 +291,29 @@ def disk_full(node: VirtualNode) -> None:
     node.disk_full = True
     node.evidence.recording = False
     node.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
+
+
+@_fault
+def state_dir_taken(node: VirtualNode) -> None:
+    """Another program moves it away, and a second agent with other pages wants it."""
+    if node.agent is None:
+        return
+    moved = node.root / f"state.{len(node.moved)}"
+    (node.root / "state").rename(moved)
+    node.moved.append(moved)
+    node.evidence.recording = False
+
+    def second() -> None:
+        if node.agent is None:
+            return
+        config = node.config().model_copy(update={"page_root": node.root / "others"})
+        try:
+            NodeAgent(config, clock=node.time, version="1").close()
+        except NotYet:
+            return
+        node.evidence.refused.append(RefusedCall(name="second agent", status=0, granted=True))
+
+    node.later(2 * BEAT_S, second)
 
 
 @_fault

@@ -6,9 +6,10 @@ calls. Only the clock, the scraped server and the disk's refusals are simulated.
 
 import asyncio
 import gc
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -27,16 +28,25 @@ from benchmarks.agent.evidence import (
     Evidence,
     GoodData,
     LeaseCall,
+    TurnServed,
     grant_on,
 )
 from benchmarks.agent.metrics_page import metrics_page
 from benchmarks.testbed.page_beats import shared_group
+from coserve.vllm.middleware import EpochMiddleware
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, PageName, Pulse
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest
+from harvester.contracts.wire.leases import (
+    EPOCH_HEADER,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+)
 from harvester.policy.sample import SCRAPED_PULSE
 
 TICK_S = 0.05
@@ -45,6 +55,8 @@ STEP_TOKENS, KV_TOKENS = 512, 4096
 BEAT_S, TTL_S, _LEASE_S = 0.1, 0.5, 10.0
 _PULSE_S = 0.3
 _COOLDOWN_S = 0.3
+_REPEATED_S = 8.0
+_TURNS = "/v1/completions"
 
 
 @dataclass
@@ -99,6 +111,23 @@ class ScrapedServer:
         return
 
 
+async def _serve(_: Any, __: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    """The engine behind the middleware: it serves at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _nothing() -> dict[str, Any]:
+    return {"type": "http.request", "body": b""}
+
+
+def _keeps(sent: list[Any]) -> Callable[[Any], Awaitable[None]]:
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    return send
+
+
 def _reads(body: bytes) -> Callable[[int], Any]:
     left = bytearray(body)
 
@@ -111,8 +140,18 @@ def _reads(body: bytes) -> Callable[[int], Any]:
 
 
 @dataclass
+class VirtualHolder:
+    """A gateway's view of one slot: what it holds by the answers that have reached it."""
+
+    lease: LeaseGranted | None = None
+    until_s: float = 0.0
+    """Counted from the call, as gateways do."""
+    request: str = ""
+
+
+@dataclass
 class VirtualSlot:
-    """Production, guest and lease holder of one slot."""
+    """Production, guest and lease holders of one slot, and the network before its agent."""
 
     name: str
     pages: PageDirectory
@@ -124,10 +163,17 @@ class VirtualSlot:
     samples: int = 1000
     steps: int = 0
     kv_usage_ratio: float = 0.0
-    lease: LeaseGranted | None = None
-    request: str = ""
+    holders: list[VirtualHolder] = field(default_factory=lambda: [VirtualHolder()])
     lose: str = ""
     """`request` or `reply`: what the next calls lose."""
+    late_s: float = 0.0
+    """Longest delay of each call and of each answer: they overtake each other."""
+    twice: bool = False
+    """Whether a proxy repeats calls, up to 8 s later."""
+    turn_late_s: float = 0.0
+    """Longest delay of a turn in the proxy before the engine."""
+    epochs: list[int] = field(default_factory=list)
+    """Epochs that holders were given, for turns of gateways that go on with them."""
     guest_steps: int = 0
     comings: int = 0
     """How often it has left the configuration or come back."""
@@ -142,6 +188,13 @@ class VirtualSlot:
         self.guest_page = self.pages.guest_page()
         if self.scraped is not None:
             self.probe = MetricsProbe("http://h/metrics", pages=self.pages.path)
+        guest = {"ROSEMUX_PAGE_DIR": str(self.pages.path), "ROSEMUX_ROLE": "guest"}
+        with patch.dict(os.environ, guest | {"ROSEMUX_ENGINE": "guest"}):
+            self.middleware = EpochMiddleware(_serve)
+
+    @property
+    def lease(self) -> LeaseGranted | None:
+        return next((each.lease for each in self.holders if each.lease is not None), None)
 
 
 class VirtualNode:
@@ -150,6 +203,8 @@ class VirtualNode:
         self.time = VirtualTime()
         self.evidence = Evidence(name=f"virtual {seed}", lease_ttl_s=_LEASE_S)
         self.root = root
+        self.moved: list[Path] = []
+        """Directories of state that were moved away, in order."""
         self.disk_full = False
         self.agent: NodeAgent | None = None
         self.tokens_max = STEP_TOKENS
@@ -241,7 +296,10 @@ class VirtualNode:
             if self.agent is not None and ticks % 2 == 0:
                 self.agent.beat()
                 for slot in self.slots:
-                    self._hold_lease(slot)
+                    for holder in slot.holders:
+                        self._hold_lease(slot, holder)
+                    if slot.epochs and self.rng.random() < 0.2:
+                        self._send_turn(slot, runner)
             for slot in self.slots:
                 self._note_grant(slot)
         if self.agent is not None:
@@ -301,47 +359,106 @@ class VirtualNode:
             slot.scraped_ns = reading.stamp_ns
             self.evidence.scraped.append(reading.stamp_ns * 1e-9)
 
-    def _hold_lease(self, slot: VirtualSlot) -> None:
+    def _hold_lease(self, slot: VirtualSlot, holder: VirtualHolder) -> None:
         """Takes, renews and gives back; a lost request never arrives, a lost reply is asked for
         again."""
-        agent, now_s = self.agent, self.time.now_s
-        assert agent is not None
-        draw = self.rng.random()
-        if slot.lose == "request" or draw > 0.3:
+        draw, called_s, held = self.rng.random(), self.time.now_s, holder.lease
+        if held is not None and called_s >= holder.until_s:
+            held = holder.lease = None
+            holder.request = ""
+        if draw > 0.3:
             return
-        if slot.lease is None:
-            slot.request = slot.request or f"r{next(self._requests)}"
+        request_id = holder.request = holder.request or f"r{next(self._requests)}"
+        if held is None:
             request = LeaseRequest(
-                request_id=slot.request,
+                request_id=request_id,
                 slot=SlotId(slot.name),
                 tenant=TenantId("t"),
                 job=JobId("j"),
                 duration_s=_LEASE_S,
             )
-            answer = agent.take(request)
+
+            def taken(answer: LeaseGranted | LeaseRefused) -> None:
+                if isinstance(answer, LeaseRefused):
+                    if "answered before" in answer.reason and holder.request == request_id:
+                        holder.request = ""
+                elif holder.lease is None and holder.request == request_id:
+                    holder.lease, holder.until_s = answer, called_s + answer.duration_s
+                    slot.epochs.append(answer.epoch)
+
+            self._send(slot, request_id, lambda agent: agent.take(request), taken)
+            return
+        lease, renewal = held.lease, LeaseRenewal(epoch=held.epoch, duration_s=_LEASE_S)
+
+        def ended(answer: LeaseGranted | LeaseEnded) -> None:
+            if holder.lease is None or holder.lease.lease != lease:
+                return
             if isinstance(answer, LeaseGranted):
-                self._called(slot, answer.epoch, now_s, now_s + answer.duration_s)
-                if slot.lose != "reply":
-                    slot.lease = answer
-            elif "answered before" in answer.reason:
-                slot.request = ""
-            return
+                holder.until_s = max(holder.until_s, called_s + answer.duration_s)
+            else:
+                holder.lease, holder.request = None, ""
+
         if draw < 0.01:
-            agent.release(slot.lease.lease)
-            self._called(slot, slot.lease.epoch, now_s, now_s, released=True)
-            if slot.lose != "reply":
-                slot.lease, slot.request = None, ""
+            self._send(slot, request_id, lambda agent: agent.release(lease), ended, held.epoch)
+        else:
+            self._send(slot, request_id, lambda agent: agent.renew(lease, renewal), ended)
+
+    def _send(
+        self,
+        slot: VirtualSlot,
+        request_id: str,
+        ask: Callable[[NodeAgent], Any],
+        heard: Callable[[Any], None],
+        releases: int | None = None,
+    ) -> None:
+        """A call to the agent through the network as it is. `releases`: epoch of the lease that the
+        call gives back."""
+        if slot.lose == "request":
             return
-        renewal = LeaseRenewal(epoch=slot.lease.epoch, duration_s=_LEASE_S)
-        renewed = agent.renew(slot.lease.lease, renewal)
-        if isinstance(renewed, LeaseGranted):
-            self._called(slot, renewed.epoch, now_s, now_s + renewed.duration_s)
-        elif slot.lose != "reply":
-            slot.lease, slot.request = None, ""
+
+        def arrive(*, repeated: bool) -> None:
+            if self.agent is None:
+                return
+            now_s, answer = self.time.now_s, ask(self.agent)
+            if isinstance(answer, LeaseGranted):
+                self._called(slot, request_id, answer.epoch, now_s, now_s + answer.duration_s)
+            elif releases is not None:
+                self._called(slot, request_id, releases, now_s, now_s, released=True)
+            if slot.lose != "reply" and not repeated:
+                self._deliver(slot.late_s, lambda: heard(answer))
+
+        self._deliver(slot.late_s, lambda: arrive(repeated=False))
+        if slot.twice:
+            self._deliver(_REPEATED_S, lambda: arrive(repeated=True))
+
+    def _deliver(self, late_s: float, action: Callable[[], None]) -> None:
+        if late_s:
+            self.later(self.rng.uniform(0.0, late_s), action)
+        else:
+            action()
+
+    def _send_turn(self, slot: VirtualSlot, runner: asyncio.Runner) -> None:
+        """A turn of a gateway, which may be late itself, through the guest's own middleware."""
+        epoch = self.rng.choice(slot.epochs[-3:])
+        header = (EPOCH_HEADER.lower().encode(), str(epoch).encode())
+        scope = {"type": "http", "method": "POST", "path": _TURNS, "headers": [header]}
+
+        def arrive() -> None:
+            async def exchange() -> int:
+                sent: list[Any] = []
+                await slot.middleware(scope, _nothing, _keeps(sent))
+                return int(sent[0]["status"])
+
+            if runner.run(exchange()) == 200:
+                turn = TurnServed(slot=slot.name, epoch=epoch, at_s=self.time.now_s)
+                self.evidence.turns.append(turn)
+
+        self._deliver(slot.turn_late_s, arrive)
 
     def _called(
         self,
         slot: VirtualSlot,
+        request_id: str,
         epoch: int,
         at_s: float,
         until_s: float,
@@ -350,7 +467,7 @@ class VirtualNode:
     ) -> None:
         call = LeaseCall(
             slot=slot.name,
-            request_id=slot.request,
+            request_id=request_id,
             epoch=epoch,
             at_s=at_s,
             until_s=until_s,

@@ -42,7 +42,8 @@ def run_scenario(seed: int, root: Path, *, lasts_s: float = LASTS_S) -> tuple[Ev
     for slot in node.slots:
         slot.pulse_page.close()
         slot.guest_page.close()
-    read_files(evidence, root / "state", [slot.name for slot in node.slots])
+    for state in (*node.moved, root / "state"):
+        read_files(evidence, state, [slot.name for slot in node.slots])
     return evidence, drawn
 
 

@@ -63,6 +63,8 @@ class SlotExposition:
         self._unseen: set[str] = set()
         self._missing_lines = 0
         self._was_open, self._step_tokens = False, 0
+        self._failed = False
+        """Whether the last beat raised, so that the policy's state is of an earlier one."""
         self._decisions: Counter[tuple[str, str]] = Counter()
         """Grants written since the last scrape."""
         self._closing_at_ns: int | None = None
@@ -102,8 +104,13 @@ class SlotExposition:
         self._note_guest(sample.guest.record, policy)
         if lease is not self._lease or self._holder is None:
             self._note_lease(lease)
-        self._last = sample
+        self._last, self._failed = sample, False
         self.headroom.observe(sample.pulses, now_ns=monotonic_ns())
+
+    def fail(self) -> None:
+        """A beat raised, and its slot is closed."""
+        self._count("beats_failed", 1)
+        self._failed, self._was_open, self._step_tokens = True, False, 0
 
     def _note_lease(self, lease: SlotLease | None) -> None:
         self._lease = lease
@@ -153,7 +160,7 @@ class SlotExposition:
         self._set("grant_step_tokens", self._step_tokens)
         self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
         self._set_one("mode", settings.mode, Mode)
-        self._set_one("slot_state", policy.state, State)
+        self._set_one("slot_state", State.OFF if self._failed else policy.state, State)
         stop = None if sample is None else sample.stop
         for order in (StopOrder.HOLD, StopOrder.DRAIN):
             self._set("slot_stopped", stop is not None and stop.order is order, order.value)
@@ -216,7 +223,7 @@ class SlotExposition:
         """Create every series at the start: `increase` does not see a counter's first value."""
         for histogram in (self._metrics.reclaim_duration, self._metrics.steps_met):
             histogram.labels(self._slot)
-        for name in ("guest_tokens", "journal_missing_lines", *_ACCOUNTED):
+        for name in ("guest_tokens", "journal_missing_lines", "beats_failed", *_ACCOUNTED):
             self._metrics.counter(name, self._slot)
         for name, labels in (
             ("kv_reclaims", _RECLAIM_OUTCOMES),

@@ -106,6 +106,7 @@ unsafe_experiments{}: 1 where settings may go beyond the ranges that protect pro
 """) | {certificate_expiry.NAME: (certificate_expiry.LABELS, certificate_expiry.HELP)}
 COUNTERS = _declared("""\
 audit_missing_events{}: Audit events that could not be written; nothing stops for them.
+beats_failed{slot}: Beats of the slot that raised, by a fault of the agent: each closed its grant.
 journal_missing_lines{slot}: Decisions that could not be written into the journal.
 admission_decisions{slot decision reason}: Grants written, by whether they are open or closed and
     why.

@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -17,11 +16,11 @@ from harvester.agent.open_slots import OpenSlots, make_page_root
 from harvester.agent.operator_files import LastRead, kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
-from harvester.agent.state_lock import lock_state
+from harvester.agent.state_lock import StateLock
 from harvester.agent.stop_orders import StopRegistry
 from harvester.config import AgentConfig
 from harvester.contracts.audit import AuditKind
-from harvester.contracts.clock import Clock
+from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import LeaseId, NodeId
 from harvester.contracts.wire.leases import (
@@ -30,7 +29,6 @@ from harvester.contracts.wire.leases import (
     LeaseRefused,
     LeaseRenewal,
     LeaseRequest,
-    SlotState,
 )
 from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest
 from harvester.policy.lease_table import LeaseTable
@@ -58,7 +56,7 @@ class NodeAgent:
             ttl_s=config.lease_ttl_s,
         )
         make_page_root(config)
-        self._lock = lock_state(config.state_dir)
+        self._lock = StateLock(config.state_dir)
         file = AuditFile(
             config.audit_file, max_bytes=config.audit_max_bytes, max_days=config.audit_max_days
         )
@@ -104,16 +102,17 @@ class NodeAgent:
         return min((slot.policy.settings.beat_s for slot in self.slots), default=_BEAT_S)
 
     def beat(self) -> None:
+        """Raises NotYet where another agent has taken `state_dir` over."""
+        self._lock.keep()
         now = self.clock.now()
         switch = read_kill_switch(self._kill_file, self._last_read)
         self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
         stops = self.stops.refresh(now=now)
         self._stop_audit.observe(stops, caller="", now=now)
-        self.leases.expire(now=now)
         for slot in self.slots:
             # A slot that is about to be closed is drained until then.
             leaving = slot.name in self.slots.unopened
-            self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops, now)
+            self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops)
         if switch is not self._switched:
             fault = self._last_read.fault
             self.audit.note(
@@ -128,21 +127,20 @@ class NodeAgent:
         self.audit.check(now=now)
         self._beat_at_s = now
 
-    def _beat_slot(
-        self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], now: float
-    ) -> None:
+    def _beat_slot(self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...]) -> None:
         """Beats one slot. If that raises, its grant ends at once, and other slots go on."""
-        failed = slot.failed
+        # Leases expire for each slot, behind its grant's stamp: an agent that was stopped anywhere
+        # in the beat opens no gate under a lease that ended meanwhile.
+        failed, sampled_ns, now = slot.failed, monotonic_ns(), self.clock.now()
+        self.leases.expire(now=now)
         try:
-            slot.beat(switch, stops, now=now)
+            slot.beat(switch, stops, sampled_ns=sampled_ns, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
-            with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
-                slot.shut(fault)
+            slot.fail(fault, now=now)
             if failed != fault:
                 _log.exception("slot %s: its beat failed; no grant until one succeeds", slot.name)
                 slot.audit.fail(fault, now=now)
-            self.leases.offer(slot.name, SlotState.OFF, fault)
         else:
             if failed:
                 _log.warning("slot %s: its beat succeeds again", slot.name)
@@ -283,7 +281,7 @@ class NodeAgent:
 
     def close(self) -> None:
         for slot in self.slots:
-            slot.close(now=self.clock.now())
+            slot.close(now=self.clock.now(), records=not self._lock.lost)
         self._count_ended(detail="agent stopped")
         self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
         self.audit.close()
@@ -320,6 +318,6 @@ class NodeAgent:
         for lease, reason in (ended := self.leases.take_ended()):
             slot = self.slots.named(lease.slot)
             slot.exposition.ended(reason.value)
-            why = slot.policy.reason if detail is None else detail
+            why = (slot.failed or slot.policy.reason) if detail is None else detail
             self._lease_audit.ended(lease, reason, who=who, detail=why)
         return bool(ended)

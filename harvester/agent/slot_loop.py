@@ -3,7 +3,7 @@
 import logging
 import os
 import secrets
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -39,7 +39,7 @@ from harvester.policy.lease_table import LeaseTable, SlotLease
 from harvester.policy.sample import SCRAPED_PULSE, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
-from harvester.policy.states import Condition
+from harvester.policy.states import Condition, State
 from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Slot:
         self._unready = "no beat yet"
         self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
+        self._failing_since_s = now
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
         self.exposition = exposition
@@ -139,14 +140,15 @@ class Slot:
         # After a kill before the first beat a journal without a state would be a lost history.
         self._record.save(self._forecaster, now=now)
 
-    def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
-        """`stops`: every order in force on the node."""
+    def beat(
+        self, kill_switch: KillSwitch, stops: tuple[Stop, ...], *, sampled_ns: int, now: float
+    ) -> None:
+        """`stops`: every order in force on the node; `sampled_ns`: the stamp of the grant."""
         lease = self._leases.live(self.name)
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.
         self._stop = binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
         self._leases.stop(self.name, "" if self._stop is None else self._stop.text, now=now)
-        sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
         self._forecaster.observe(self.policy.busy_s, now=now, wall_s=wall_seconds())
@@ -181,6 +183,18 @@ class Slot:
     def refresh_metrics(self) -> None:
         self.exposition.refresh(self.policy, self.sensor.seen_ns, self.forecasts())
         self.exposition.recorded(self.fault, self._record.missing_total)
+
+    def fail(self, fault: str, *, now: float) -> None:
+        """A beat raised. The grant is over at once; a lease ends as beside a lost production, since
+        its holder's turns meet a closed gate."""
+        self._failing_since_s = self._failing_since_s if self.failed else now
+        with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
+            self.shut(fault)
+        self.exposition.fail()
+        lease, failing_s = self._leases.live(self.name), now - self._failing_since_s
+        if lease is not None and failing_s >= self.policy.settings.production_lost_s:
+            self._leases.end(lease.lease, EndReason.DRAIN, now=now)
+        self._leases.offer(self.name, SlotState.OFF, fault)
 
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
@@ -279,7 +293,7 @@ class Slot:
             headroom_age_s=headroom_age_s,
             budget=self._budget_report(leased=lease is not None),
             mode=settings.mode,
-            slot_state=self.policy.state,
+            slot_state=State.OFF if self.failed else self.policy.state,
             ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
             itl_s=headroom.latency_s("itl", now_ns=now_ns),
             guest_tokens_total=self.exposition.guest_tokens_total,
@@ -299,23 +313,24 @@ class Slot:
             leased=leased,
         )
 
-    def close(self, *, now: float, wait: bool = True) -> None:
+    def close(self, *, now: float, wait: bool = True, records: bool = True) -> None:
         """End the lease and leave a page that is closed and already expired. `wait`: for a query of
-        the MPS daemon, which may take seconds."""
+        the MPS daemon, which may take seconds; `records`: whether its files are still its own."""
         lease = self._leases.live(self.name)
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
         # Each step runs even if another fails; the step entered last runs first.
         with ExitStack() as steps:
             steps.callback(self._record.close)
-            steps.callback(self._record.save, self._forecaster, now=now, last=True)
+            if records:
+                steps.callback(self._record.save, self._forecaster, now=now, last=True)
+                steps.callback(self.lease_file.follow, None)
             steps.callback(self.sensor.close)
             if self._mps is not None:
                 steps.callback(self._mps.close, wait=wait)
             steps.callback(self._guest.close, wait=wait)
             steps.callback(self._grant_page.close)
             steps.callback(self.shut, "agent stopped")
-            steps.callback(self.lease_file.follow, self._leases.live(self.name))
 
     def saved(self, *, now: float) -> bool:
         """Whether all that the slot must not forget is on disk."""

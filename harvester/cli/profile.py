@@ -58,8 +58,10 @@ def _learned(directory: PageDirectory) -> tuple[dict[str, Pulse], ProductionMode
     names = directory.pulse_names()
     if not names:
         below = [each for each in directory.path.glob("*") if PageDirectory(each).pulse_names()]
-        remedy = f"name {' or '.join(map(str, sorted(below)))}" if below else (
-            "start production with its pulse first"
+        remedy = (
+            f"name {' or '.join(map(str, sorted(below)))}"
+            if below
+            else ("start production with its pulse first")
         )
         raise ConfigError(f"no pulse in {directory.path}: {remedy}")
     most = ProductionModel()

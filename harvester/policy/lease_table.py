@@ -36,10 +36,7 @@ HOLD_S = 120.0
 this time; after it even a holder that ignores the order, as older gateways do, has to move them."""
 _RETRY_S = 1.0
 _PACE_S = 10.0
-_pace = partial(EventLimit, burst=60.0, per_s=1 / _PACE_S)
-"""New leases of a slot. Each is a few lines of the audit and the journal, two beats and a file: a
-caller that takes and releases all day would drive the events of weeks out of the audit. A gateway
-keeps a lease for half a minute after its last turn, and so needs no more."""
+_PACED_TENANTS = 64
 _MOST_STEP = 1 << 32
 """A scheduler counts its allotments one by one, from the number that the slot reports, or from its
 own after a restart of the agent. A caller who skips more would leave no numbers for later ones."""
@@ -69,6 +66,30 @@ class SlotLease(LeaseRecord, frozen=True, kw_only=True):
         return f"{self.slot}.{self.epoch}"
 
 
+@dataclass(slots=True)
+class LeasePace:
+    """New leases of a slot: of each tenant, so that a flood shuts out no other, and of all, since
+    names cost a caller nothing. Each lease is a few lines of the audit and the journal, two beats
+    and a file: one that is taken and released all day would drive the events of weeks out of the
+    audit. A gateway keeps a lease for half a minute after its last turn, and so needs no more."""
+
+    every: EventLimit = field(default_factory=partial(EventLimit, burst=240.0))
+    tenants: OrderedDict[TenantId, EventLimit] = field(default_factory=OrderedDict)
+    """The latest `_PACED_TENANTS`."""
+
+    def admits(self, tenant: TenantId, *, now: float) -> bool:
+        own = self.tenants.setdefault(tenant, EventLimit(burst=60.0, per_s=1 / _PACE_S))
+        self.tenants.move_to_end(tenant)
+        if len(self.tenants) > _PACED_TENANTS:
+            self.tenants.popitem(last=False)
+        return own.admits(now=now) and self.every.admits(now=now)
+
+    def take_back(self, tenant: TenantId) -> None:
+        """The lease that was admitted last was not given."""
+        for limit in (self.every, self.tenants[tenant]):
+            limit.left += 1.0
+
+
 @dataclass(slots=True, kw_only=True)
 class SlotEntry:
     epoch: Epoch
@@ -80,7 +101,7 @@ class SlotEntry:
     stopped_at_s: float = 0.0
     number: int = 0
     """Highest number of an allotment that was received."""
-    pace: EventLimit = field(default_factory=_pace)
+    pace: LeasePace = field(default_factory=LeasePace)
 
 
 class LeaseTable:
@@ -159,7 +180,7 @@ class LeaseTable:
             return self._refused(request, stop)
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
-        if not entry.pace.admits(now=now):
+        if not entry.pace.admits(request.tenant, now=now):
             often = "leased too often, so every 10 s now: the agent's audit names the holders"
             return self._refused(request, often, retry_after_s=_PACE_S)
         self._raise_epoch(entry)
@@ -184,7 +205,7 @@ class LeaseTable:
         if found is not None:
             entry, held = found
             entry.lease = None
-            entry.pace.left += 1.0
+            entry.pace.take_back(held.tenant)
             self._raise_epoch(entry)
             self._answered.pop(held.request_id, None)
         return LeaseRefused(slot=granted.slot, reason=reason, retry_after_s=_RETRY_S)

@@ -17,6 +17,7 @@ from benchmarks.agent.evidence import (
     LeaseCall,
     ProductionFate,
     RefusedCall,
+    TurnServed,
     plain,
 )
 from benchmarks.agent.judge import judged
@@ -63,6 +64,7 @@ def _clean() -> Evidence:
         caps=[Caps(since_s=0.0, step_tokens=512, kv_tokens=9, ttl_s=0.5)],
         starts=[8.0],
         calls=[_call()],
+        turns=[TurnServed(slot=SLOT, epoch=3, at_s=10.1)],
         refused=[RefusedCall(name="no JSON", status=400)],
         scraped=[9.5],
         decisions={
@@ -134,6 +136,14 @@ TAMPERED: dict[str, tuple[str, Callable[[Evidence], None]]] = {
         _add("calls", _call(at_s=10.05, until_s=10.05, released=True)),
     ),
     "one epoch for two": ("unleased_grants", _add("calls", _call(request_id="r2"))),
+    "a turn of an earlier epoch": (
+        "unleased_turns",
+        _add("turns", TurnServed(slot=SLOT, epoch=2, at_s=10.1)),
+    ),
+    "a turn behind the last grant": (
+        "unleased_turns",
+        _add("turns", TurnServed(slot=SLOT, epoch=3, at_s=19.51)),
+    ),
     "an epoch that falls": ("unleased_grants", lambda e: e.grants.reverse()),
     "a grant without its line": ("unrecorded", lambda e: e.decisions[SLOT].__delitem__(2)),
     "a line of another grant": (

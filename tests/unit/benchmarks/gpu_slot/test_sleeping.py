@@ -28,7 +28,11 @@ from benchmarks.gpu_slot.sleeping.pieces import (  # noqa: E402
     even_sizes,
     tensor_sizes,
 )
-from benchmarks.gpu_slot.sleeping.production import ProductionProcess, production, serve
+from benchmarks.gpu_slot.sleeping.production import (  # noqa: E402
+    ProductionProcess,
+    production,
+    serve,
+)
 from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory  # noqa: E402
 
 MS = 1_000_000

@@ -14,6 +14,7 @@ import pytest
 
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, OwnersConfig
+from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, SlotId, TenantId
@@ -35,6 +36,7 @@ from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
+from tests.virtual_clock import VirtualClock
 
 SLOT = SlotId("slot0")
 
@@ -330,6 +332,31 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
     leases = [stage.take(f"r-{name}", slot=name, job=f"job-{name}") for name in names]
     assert [lease.epoch for lease in leases] == [1, 1, 1]
     return stage, leases
+
+
+def test_a_lease_that_ends_while_the_agent_is_stopped_in_a_beat_is_over_for_its_later_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, leases = many_slots(tmp_path)
+    (first, second, _), clock = stage.node.slots, VirtualClock(now_s=stage.node.clock.now())
+    stage.node.clock, observe = clock, first.policy.observe
+    grants = PageDirectory(tmp_path / "pages" / second.name).grant_reader()
+    stage.beats(2)
+    before = grants.read().record
+    assert before is not None
+    assert (before.mode, before.epoch) == ("open", leases[1].epoch)
+
+    def stopped_in(*given: Any, **named: Any) -> tuple[Effect, ...]:
+        effects = observe(*given, **named)
+        clock.now_s += 20.0
+        return effects
+
+    monkeypatch.setattr(first.policy, "observe", stopped_in)
+    stage.beats()
+    after = grants.read().record
+    assert after is not None
+    assert (after.mode, after.epoch) == ("closed", leases[1].epoch + 1)
+    stage.node.close()
 
 
 def kill(stage: Stage) -> None:
@@ -693,6 +720,40 @@ def test_a_beat_that_raises_behind_its_grant_leaves_none_open(
     assert written == ["open", "closed", "closed"]
     stage.beats(2)
     assert stage.grant().mode == "open"
+
+
+def test_a_slot_whose_beats_raise_again_and_again_is_counted_off_and_loses_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path)
+    stage.harvest()
+    (slot,), clock = stage.node.slots, VirtualClock(now_s=stage.node.clock.now())
+    stage.node.clock = clock
+    open_tokens = stage.metric("harvester_grant_step_tokens", slot=SLOT)
+    with monkeypatch.context() as patch:
+        patch.setattr(slot.policy, "observe", lambda *_, **__: 1 / 0)
+        stage.beats()
+        assert stage.metric("harvester_beats_failed_total", slot=SLOT) == 1
+        assert stage.metric("harvester_grant_step_tokens", slot=SLOT) == 0
+        assert stage.metric("harvester_slot_state", slot=SLOT, state="off") == 1
+        offer = slot.offer()
+        assert (offer.slot_state, offer.unready) == ("off", offer.reason)
+        assert offer.reason == "agent fault: ZeroDivisionError"
+        assert slot.live_lease is not None, "one fault costs no lease"
+        clock.now_s += 5.0
+        stage.beats()
+        assert slot.live_lease is None
+        assert stage.metric("harvester_leases_ended_total", slot=SLOT, reason="drain") == 1
+        assert isinstance(stage.ask("r2"), LeaseRefused)
+    events = (line for line in read_audit(stage.config.audit_file) if isinstance(line, AuditEvent))
+    ended = [event.reason for event in events if event.event == AuditKind.LEASE_ENDED]
+    assert ended == ["drain: agent fault: ZeroDivisionError"]
+    stage.guest()
+    stage.beats(3)
+    stage.take("r3")
+    assert stage.metric("harvester_grant_step_tokens", slot=SLOT) == open_tokens
+    assert stage.metric("harvester_beats_failed_total", slot=SLOT) == 2
+    stage.node.close()
 
 
 @pytest.mark.parametrize("epoch", [-1, 10**15 + 1, 2**63, 2**64 - 1])

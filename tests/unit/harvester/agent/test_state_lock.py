@@ -1,6 +1,7 @@
 """One agent for each `state_dir`, whatever pages it has: a second one reads and writes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from harvester.agent.state_lock import lock_state
 from harvester.cli.root import main
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted, NotYet
+from harvester.contracts.page import PageDirectory
 from harvester.contracts.wire.stops import StopOrder, StopRequest
 
 HOLDER = """
@@ -68,6 +70,59 @@ def test_a_second_agent_with_other_pages_is_refused_and_changes_nothing(
     assert contents(config.state_dir) == before
     node.beat()
     assert node.stops.stops[0].reason == "incident"
+
+
+@pytest.mark.parametrize("way", ["emptied", "replaced", "lock removed"])
+def test_an_agent_whose_state_dir_was_taken_away_locks_it_again(
+    node: NodeAgent, config: AgentConfig, way: str
+) -> None:
+    if way == "lock removed":
+        (config.state_dir / ".lock").unlink()
+    else:
+        shutil.rmtree(config.state_dir)
+    if way == "replaced":
+        config.state_dir.mkdir()
+    node.beat()
+    with pytest.raises(NotYet, match=rf"by process {os.getpid()}: stop the agent"):
+        started(elsewhere(config))
+    node.beat()
+
+
+def test_an_agent_whose_state_dir_another_took_over_ends_and_leaves_it_alone(
+    config: AgentConfig,
+) -> None:
+    node = started(config)
+    node.beat()
+    shutil.rmtree(config.state_dir)
+    other = started(elsewhere(config))
+    other.beat()
+    before = contents(config.state_dir)
+    with pytest.raises(NotYet, match="stop the agent"):
+        node.beat()
+    node.close()
+    grant = PageDirectory(config.page_root / "slot0").grant_reader().read_left().record
+    assert grant is not None
+    assert (grant.mode, grant.reason) == ("closed", "agent stopped")
+    after = contents(config.state_dir)
+    assert {name for name in after if after[name] != before[name]} <= {"audit.jsonl"}
+    assert after.keys() == before.keys()
+    other.beat()
+    other.close()
+
+
+def test_a_disk_that_takes_no_lock_ends_no_agent(
+    node: NodeAgent, config: AgentConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = config.state_dir / ".lock"
+    lock.unlink()
+    lock.symlink_to(config.state_dir / "elsewhere")
+    node.beat()
+    node.beat()
+    assert len([line for line in caplog.messages if "cannot lock" in line]) == 1
+    lock.unlink()
+    node.beat()
+    with pytest.raises(NotYet):
+        started(elsewhere(config))
 
 
 def test_undo_with_other_pages_leaves_a_running_agent_its_records(

@@ -37,11 +37,13 @@ def take(leases: LeaseTable, wanted: LeaseRequest, *, now: float) -> LeaseGrante
     return leases.take(wanted, secret=f"secret{next(_secrets)}", now=now)
 
 
-def request(request_id: str, *, slot: SlotId = SLOT, job: str = "job-a") -> LeaseRequest:
+def request(
+    request_id: str, *, slot: SlotId = SLOT, job: str = "job-a", tenant: str = "tenant"
+) -> LeaseRequest:
     return LeaseRequest(
         request_id=request_id,
         slot=slot,
-        tenant=TenantId("tenant"),
+        tenant=TenantId(tenant),
         job=JobId(job),
         duration_s=10.0,
     )
@@ -291,6 +293,37 @@ def test_a_caller_that_takes_and_releases_all_day_gets_a_bounded_number_of_lease
     leases.add_slot(SlotId("slot1"), epoch=Epoch(0))
     leases.offer(SlotId("slot1"), SlotState.OFFERED)
     granted(take(leases, request("other", slot=SlotId("slot1")), now=now))
+
+
+def flood(leases: LeaseTable, tenants: list[str], *, until_s: float) -> int:
+    """Leases that these tenants get of a slot that they take and release as fast as they can."""
+    taken, now = 0, 0.0
+    while now < until_s:
+        answers = [
+            take(leases, request(f"{tenant}.{now}", tenant=tenant), now=now) for tenant in tenants
+        ]
+        for answer in answers:
+            if isinstance(answer, LeaseGranted):
+                taken += 1
+                leases.release(answer.lease, now=now)
+        now += 0.1
+    return taken
+
+
+def test_a_tenant_that_floods_a_slot_shuts_out_no_other(leases: LeaseTable) -> None:
+    flood(leases, ["flood"], until_s=600.0)
+    refused = take(leases, request("f", tenant="flood"), now=600.0)
+    assert isinstance(refused, LeaseRefused)
+    assert "too often" in refused.reason
+    for number in range(60):
+        lease = granted(take(leases, request(f"r{number}", tenant="quiet"), now=600.0))
+        leases.release(lease.lease, now=600.0)
+
+
+def test_a_caller_that_invents_tenants_gets_a_bounded_number_of_leases(leases: LeaseTable) -> None:
+    taken = flood(leases, [f"t{number}" for number in range(200)], until_s=600.0)
+    assert taken <= 240 + 600 * 0.2 + 1
+    assert len(leases._slots[SLOT].pace.tenants) <= 64
 
 
 def test_a_lease_that_could_not_be_recorded_counts_as_none(leases: LeaseTable) -> None:
