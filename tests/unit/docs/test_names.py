@@ -25,12 +25,6 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
-NOT_YET = {
-    ("docs/operations.md", "told"),
-    ("docs/protocol/engines.md", "said"),
-    ("docs/protocol/gateway-api.md", "told"),
-}
-"""Pages with a retired word."""
 VERBS = {"holds"}
 """Whether a thing contains another: a verb, not the plural of an order."""
 OWN_BOUNDS = {"Ratio", "Seconds"}
@@ -276,7 +270,7 @@ def test_no_page_has_a_retired_word(repository: Path, retired_in_prose: re.Patte
         for line in path.read_text().splitlines()
         if (match := retired_in_prose.search(re.sub("`[^`]*`", "", line)))
     }
-    assert found - NOT_YET == set()
+    assert found == set()
 
 
 def test_words_of_names_are_terms_of_the_glossary_or_plain_english(
