@@ -421,7 +421,8 @@ def test_a_dry_run_states_what_the_law_lends_by_the_isolation_and_the_prompts_on
     shown = said(config, capsys)[1]
     assert "is lent nothing: the guest's shortest step takes 30" in shown
     assert "raise ttft_slo_s" in shown
-    config.write_text(text.replace("blocking_ratio: 0.2", "law: rose"))
+    rose = text.replace("blocking_ratio: 0.2", "law: rose")
+    config.write_text(f"unsafe_experiments: true\n{rose}")
     assert "is lent what its law admits" in said(config, capsys)[1]
 
 
