@@ -48,6 +48,8 @@ _STEP_PAGE_NS = 50_000_000
 that is written out of an engine's cold caches takes 0.1 ms."""
 _HELD_TOKENS = 256
 """A decision counts the context in multiples of this, rounded up, so that it holds as it grows."""
+_MOST_PROCESSES = 48
+"""More would not fit into a page."""
 _LENDING_NS = 1_000_000_000
 _FAULT_CHARACTERS = 300
 
@@ -102,7 +104,7 @@ class _SeenPages:
     """Production's state; None if it is unknown, or not asked for yet."""
     decision: StepDecision | None = None
     """A step beside idle production without a rest: it may begin again while the load is as it
-    was, since only a page can tell of an arrival."""
+    was and no step was longer than predicted, since only a page can tell of an arrival."""
     load: tuple[int, int] = (0, 0)
     """Decodes and context tokens of the decision."""
 
@@ -276,6 +278,9 @@ class GuestSlot:
                 now_ns=now_ns,
                 preempted=self.granted.blocking_ratio < 1.0,
             )
+            if self.steps.last_own_s > self.steps.last_predicted_s:
+                # The machine may have become slower: the next step is decided by what was learned.
+                self._seen.decision = None
             wait_s, self._mean_wait_s = self._mean_wait_s, None
             if wait_s is not None:
                 self.steps.rest(wait_s, self.granted, chance=random())
@@ -332,7 +337,7 @@ class GuestSlot:
             kv_tokens_retained=self.load.kv_tokens_retained,
             prefix_tokens_used_total=self.load.prefix_tokens_used_total,
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
-            processes=self.load.processes,
+            processes=self.load.processes[:_MOST_PROCESSES],
             isolation=self.load.isolation,
             blocking_ratio=observed.blocking_ratio,
             isolation_fault=observed.fault[:_FAULT_CHARACTERS],

@@ -41,6 +41,9 @@ _REFIT_BEATS = 10
 _CPU_INFO = Path("/proc/cpuinfo")
 _LOCAL_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "HiSparseConnector")
 """vLLM's connectors that load KV from this host only. LMCache's may have a server elsewhere."""
+_SENDING_PREFIXES = ("Nixl", "Mooncake", "MoRIIO")
+"""vLLM's connectors between two engines, whose producers load from no other; stores are none of
+them (`MooncakeStoreConnector`)."""
 _LOCAL_OFFLOADING = "CPUOffloadingSpec"
 """vLLM's default; tiers (`TieringOffloadingSpec`) may be object stores or other engines."""
 
@@ -133,8 +136,11 @@ def _remote_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     if name == "OffloadingConnector":
         spec = extra.get("spec_name", _LOCAL_OFFLOADING)
         name = name if spec == _LOCAL_OFFLOADING else f"{name} with {spec}"
-    local = role == "kv_producer" or (name in _LOCAL_CONNECTORS and not own_class)
-    if name is not None and (role == "kv_consumer" or not local):
+    if name is None:
+        return
+    sends = name.startswith(_SENDING_PREFIXES) and "Store" not in name
+    local = name in _LOCAL_CONNECTORS or (role == "kv_producer" and sends)
+    if role == "kv_consumer" or own_class or not local:
         yield name, role
 
 

@@ -68,7 +68,7 @@ class Slot:
         self._unready = "no beat yet"
         self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
-        self._failing_since_s = now
+        self._failing_since_s: float | None = None
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
         self.exposition = exposition
@@ -172,6 +172,9 @@ class Slot:
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
+        if not self.failed:
+            # A beat after one that raised opens nothing: two in a row are a recovery.
+            self._failing_since_s = None
         self.failed = ""
 
     @property
@@ -187,7 +190,8 @@ class Slot:
     def fail(self, fault: str, *, now: float) -> None:
         """A beat raised. The grant is over at once; a lease ends as beside a lost production, since
         its holder's turns meet a closed gate."""
-        self._failing_since_s = self._failing_since_s if self.failed else now
+        if self._failing_since_s is None:
+            self._failing_since_s = now
         with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
             self.shut(fault)
         self.exposition.fail()

@@ -24,7 +24,7 @@ from harvester.contracts.process import process_ids
 from harvester.guest_config import GuestConfig
 from harvester.policy.guest_watch import GuestWatch
 from harvester.policy.sample import GuestReading
-from harvester.policy.settings import SlotSettings
+from harvester.policy.settings import Mode, SlotSettings
 
 _IMPORT_S = 300.0
 _CONFIG_BYTES = 1 << 20
@@ -66,8 +66,9 @@ def outlook(chosen: Isolation, settings: SlotSettings, pages: PageDirectory) -> 
     """Sentences on a guest that would start from here: whether its isolation holds beside
     production, and what the slack law then lends it."""
     fault = _isolation_fault(chosen, pages) if chosen.backend in PREEMPTING else ""
+    harvests = "is" if settings.mode is Mode.HARVEST else f"would, if mode were {Mode.HARVEST}, be"
     lends = (
-        "until it has learned its own step times, the guest is lent "
+        f"until it has learned its own step times, the guest {harvests} lent "
         f"{_lending(chosen, fault, settings, pages)}"
     )
     if chosen.backend not in PREEMPTING:

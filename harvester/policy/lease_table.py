@@ -73,7 +73,7 @@ class LeasePace:
     and a file: one that is taken and released all day would drive the events of weeks out of the
     audit. A gateway keeps a lease for half a minute after its last turn, and so needs no more."""
 
-    every: EventLimit = field(default_factory=partial(EventLimit, burst=240.0))
+    every: EventLimit = field(default_factory=partial(EventLimit, burst=240.0, per_s=1.0))
     tenants: OrderedDict[TenantId, EventLimit] = field(default_factory=OrderedDict)
     """The latest `_PACED_TENANTS`."""
 
@@ -82,7 +82,12 @@ class LeasePace:
         self.tenants.move_to_end(tenant)
         if len(self.tenants) > _PACED_TENANTS:
             self.tenants.popitem(last=False)
-        return own.admits(now=now) and self.every.admits(now=now)
+        if not own.admits(now=now):
+            return False
+        if not self.every.admits(now=now):
+            own.left += 1.0
+            return False
+        return True
 
     def take_back(self, tenant: TenantId) -> None:
         """The lease that was admitted last was not given."""

@@ -24,6 +24,7 @@ from harvester.contracts.page import (
     ProductionModel,
     Pulse,
 )
+from harvester.contracts.process import ProcessId
 from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 
@@ -151,6 +152,29 @@ def test_a_decision_holds_for_its_load_alone(
     for name, value in changed.items():
         setattr(guest.load, name, value)
     assert guest.decide().tokens < first.tokens
+
+
+def test_a_step_that_is_longer_than_predicted_ends_a_decision(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(ttft_slo_s=0.2)
+    guest.load.running, guest.load.kv_tokens = 4, 1000
+    first = guest.decide()
+    guest.launched(decodes=4, prefill_tokens=0)
+    guest.finished()
+    assert guest.decide() is first, "it was short"
+    guest.steps.model.base_s = guest.steps.model.decode_s = 0.0
+    guest.launched(decodes=4, prefill_tokens=0)
+    time.sleep(0.02)
+    guest.finished()
+    assert guest.decide() is not first
+
+
+def test_a_page_holds_the_processes_of_a_wide_guest(slot: Slot, guest: GuestSlot) -> None:
+    guest.load.processes = tuple(ProcessId(pid=4_000_000 + n, start_ticks=2**40) for n in range(64))
+    for _ in range(40):
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.finished()
+    guest.publish()
+    assert slot.guest().processes == guest.load.processes[:48]
 
 
 def test_no_decision_outlives_its_pages(slot: Slot, guest: GuestSlot) -> None:

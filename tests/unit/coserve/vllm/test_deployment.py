@@ -63,7 +63,7 @@ LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
         config(transfer("OffloadingConnector", "kv_both", spec_name="CPUOffloadingSpec")),
         config(transfer("SimpleCPUOffloadConnector", "kv_both", kv_offload_backend="disk")),
         config(transfer("HiSparseConnector", "kv_both", host_pool_gib=64)),
-        config(transfer("LMCacheConnectorV1", "kv_producer")),
+        config(transfer("MooncakeConnector", "kv_producer")),
         config(transfer("MultiConnector", "kv_both", connectors=[LOCAL, several(LOCAL)])),
     ],
 )
@@ -85,6 +85,9 @@ WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
         (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("OffloadingConnector", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("NixlPullConnector", "kv_both")), "NixlPullConnector", "kv_producer"),
+        (config(transfer("LMCacheConnectorV1", "kv_producer")), "LMCacheConnectorV1", "own host"),
+        (config(transfer("HF3FSKVConnector", "kv_producer")), "HF3FSKVConnector", "own host"),
+        (config(transfer("MooncakeStoreConnector", "kv_producer")), "MooncakeStore", "own host"),
         (config(transfer("LMCacheConnectorV1", "kv_both")), "LMCacheConnectorV1", "own host"),
         (config(transfer("LMCacheMPConnector", "kv_both")), "LMCacheMPConnector", "own host"),
         (config(transfer("HouseConnector", "kv_both", module="house.kv")), "House", "own host"),
