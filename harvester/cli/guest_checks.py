@@ -14,8 +14,6 @@ import msgspec
 from coserve.guest import isolation
 from coserve.guest.isolation import Isolation
 from coserve.guest.isolation_watch import IsolationWatch
-from coserve.law.lending import lending
-from coserve.law.step_time import StepTimeModel
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
 from harvester.contracts.isolation import PREEMPTING
@@ -99,6 +97,10 @@ def _isolation_fault(chosen: Isolation, pages: PageDirectory) -> str:
 
 def _lending(chosen: Isolation, fault: str, settings: SlotSettings, pages: PageDirectory) -> str:
     """The slack law's loan under these settings, by production's pages and the agent's grant."""
+    # The agent's environment has no numpy, which the step model needs.
+    from coserve.law.lending import lending
+    from coserve.law.step_time import StepTimeModel
+
     seen = pages.grant_reader().read().record
     names = () if seen is None else seen.pulses
     pulses = [pages.pulse_reader(name).read().record for name in names]
