@@ -39,7 +39,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
+from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef, refs_in
 from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, TensorParallel
@@ -278,8 +278,9 @@ class FaultWorld:
 
     def expect_published(self, count: int) -> tuple[int, ...]:
         """The next states get the numbers that a publisher would give them; returns the states."""
-        numbers = [int(path.name.rpartition("_v")[2]) for path in self.store.glob("*_v*")]
-        first = max(numbers, default=0) + 1
+        # A draft that a full disk cut short is no version.
+        refs = refs_in(path.name for path in self.store.iterdir())
+        first = max((ref.version for ref in refs), default=0) + 1
         indices = tuple((self._next_state + i) % COUNT for i in range(count))
         self.truth |= dict(zip(range(first, first + count), indices, strict=True))
         self._next_state += count
