@@ -21,6 +21,7 @@ from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.encoding.codec import Encoding, encode
 from weightsync.encoding.grouped import GROUPS
 from weightsync.encoding.sparse import SPARSE
+from weightsync.receive.held_parts import TensorParallel
 
 
 def test_twenty_faults_are_survived() -> None:
@@ -75,6 +76,31 @@ def test_a_rank_that_holds_other_bits_than_its_part_is_found_out(world: FaultWor
 
     struck(world, FaultClass("a lie", strike))
     assert world.wrong == ["claims version 5 and holds other bits"]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_only_a_forged_delta_of_a_box_is_beyond_a_rank(world: FaultWorld, is_cut: bool) -> None:
+    """It is counted apart, and the restarted rank is whole. All else that is wrong stays wrong."""
+
+    def strike(world: FaultWorld) -> Mend:
+        holder = world.hold_part()
+        while not isinstance(holder.share, TensorParallel):
+            holder = world.hold_part()
+        holder.attempt()
+        name = next(
+            name
+            for name, bits in holder.bits.items()
+            if bits.size and (bits.size < LAYOUT[name].elements) == is_cut
+        )
+        holder.bits[name][0] ^= 1
+        world.forged_delta = {name}
+        world.look()
+        return nothing
+
+    outcome = struck(world, FaultClass("a forged delta", strike, in_store=True))
+    assert world.has_unseen == is_cut
+    assert outcome.recovered == is_cut
+    assert world.wrong[:1] == ([] if is_cut else ["claims version 7 and holds other bits"])
 
 
 @pytest.mark.parametrize("division", [*Division])

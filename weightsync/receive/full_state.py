@@ -151,13 +151,9 @@ def advance(
 
 
 def entry_digests(
-    stored: Mapping[str, StoredEntry],
-    parts: Mapping[str, Sequence[EntryPart]],
-    pool: Executor,
-    budget: MemoryBudget,
+    stored: Mapping[str, StoredEntry], pool: Executor, budget: MemoryBudget
 ) -> dict[str, str]:
-    """xxh3-128 of every entry that is held whole."""
-    whole = [entry for entry in sorted(stored) if any(p.within.is_whole for p in parts[entry])]
+    """xxh3-128 of every entry, all of which has to be in its file."""
 
     def digest(entry: str) -> str:
         return stored[entry].file.digest(stored[entry].whole)
@@ -165,8 +161,8 @@ def entry_digests(
     def size_of(entry: str) -> int:
         return min(stored[entry].spec.size_bytes, _HASHED_BYTES)
 
-    found = spread(pool, digest, whole, size_of, limit_bytes=budget.lent_bytes)
-    return dict(zip(whole, found, strict=True))
+    found = spread(pool, digest, list(stored), size_of, limit_bytes=budget.lent_bytes)
+    return dict(zip(stored, found, strict=True))
 
 
 def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart) -> None:

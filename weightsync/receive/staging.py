@@ -166,10 +166,20 @@ class Staging:
             yield ByteSpan(begin + run.start, begin + run.stop)
 
     def _take_dense(self, copy: ShardCopy, header: ShardHeader) -> None:
+        cut = {}
         for part in self._parts_in(header):
-            self._stored[part.entry] = StoredEntry(
+            entry = StoredEntry(
                 copy.staged, header.offsets[part.entry][0], self._read.entries[part.entry]
             )
+            self._stored[part.entry] = entry
+            if not (part.within.is_whole or copy.has_chunks):
+                cut[part.entry] = entry
+        # All of it is here only now: later changes are applied to the held boxes alone.
+        self._check_entries(entry_digests(cut, self._pool, self._budget))
+
+    def _check_entries(self, digests: Mapping[str, str]) -> None:
+        if any(self._table.get(entry) != digest for entry, digest in digests.items()):
+            raise Corrupt(f"version {self._plan.target}: a tensor differs from the published one")
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
         """Decode every change, so that a broken change is found now; keep the changes that fit."""
@@ -244,13 +254,17 @@ class Staging:
         """Bring every entry to its final state, and check it."""
         advance(self._stored, self._deltas, self._read.parts, self._pool, self._budget)
         digests = {name: d for name, d in self._copied.items() if name not in self._deltas}
-        made = {name: entry for name, entry in self._stored.items() if name not in digests}
-        digests |= entry_digests(made, self._read.parts, self._pool, self._budget)
+        made = {
+            name: entry
+            for name, entry in self._stored.items()
+            if name not in digests and any(p.within.is_whole for p in self._read.parts[name])
+        }
+        digests |= entry_digests(made, self._pool, self._budget)
         if self._read.is_everything:
             self._check_everything(digests)
             self._table = digests
-        elif any(self._table[entry] != digest for entry, digest in digests.items()):
-            raise Corrupt(f"version {self._plan.target}: a tensor differs from the published one")
+        else:
+            self._check_entries(digests)
         return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
 
     def _check_everything(self, digests: Mapping[str, str]) -> None:

@@ -112,7 +112,7 @@ class MemoryHolder:
         version: int | None,
         share: Share | None = None,
     ) -> None:
-        self._share = share
+        self.share = share
         self.place = f"memory: {type(share).__name__}" if share else "memory"
         start = self.part(states(seed)[0 if version is None else version - 1])
         self.bits = {name: bits.copy() for name, bits in start.items()}
@@ -131,14 +131,14 @@ class MemoryHolder:
             self.take(newest)
 
     def take(self, version: WeightVersion) -> None:
-        held = None if self._share else self._target.layout()
+        held = None if self.share else self._target.layout()
         staged = self._receiver.prepare(self.version, version, held=held)
         self.version = None
         applied = self._receiver.settle(staged, self._target)
         self.version, self.state_hash = applied.version, applied.state_hash
 
     def part(self, state: State) -> State:
-        share = self._share
+        share = self.share
         if share is None:
             return state
         return {

@@ -14,6 +14,7 @@ from benchmarks.weightsync.faults.template import HELD_VERSION, NEWEST, SKIPPING
 from benchmarks.weightsync.faults.world import FaultWorld, shards
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, READY_FILE, Kind
+from weightsync.layout.shard import shard_header
 
 Bend = Callable[[bytes, Random], bytes]
 
@@ -95,9 +96,14 @@ def _bent(bend: Bend, *, forged: bool) -> Callable[[FaultWorld], None]:
     def damage(world: FaultWorld) -> None:
         directory = world.rng.choice(victims(world))
         shard = world.rng.choice(shards(directory))
-        shard.write_bytes(bend(shard.read_bytes(), world.rng))
+        raw = shard.read_bytes()
+        shard.write_bytes(bend(raw, world.rng))
         if forged:
             forge(directory / INDEX_FILE)
+            fields = json.loads((directory / INDEX_FILE).read_bytes())
+            if fields["metadata"].get("delta_encoding"):
+                header = shard_header(np.frombuffer(raw, dtype=np.uint8))
+                world.forged_delta |= header.layout.keys()
 
     return damage
 
@@ -167,7 +173,7 @@ def _random_frames(world: FaultWorld) -> None:
 
 def _replace_payloads(world: FaultWorld, payload: bytes) -> None:
     from weightsync.elements.bits import TensorSpec
-    from weightsync.layout.shard import shard_chunks, shard_header
+    from weightsync.layout.shard import shard_chunks
 
     shard = world.shard(world.newest)
     header = shard_header(np.frombuffer(shard.read_bytes(), dtype=np.uint8))

@@ -42,6 +42,9 @@ class Tally:
     """Faults in the store that left the holder an intact way to the newest version."""
     passed: int = 0
     """Faults among `passable` at which it got there before the mend."""
+    unseen: int = 0
+    """Forged deltas of cut tensors that a rank took: no check of its box can tell. Not among
+    `passable`; it recovers by a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Trials:
             tally.refused += outcome.refused
             tally.passable += outcome.passable
             tally.passed += outcome.passed
+            tally.unseen += world.has_unseen
         for line in (outcome.failure, *world.wrong):
             if line and len(self.failures) < _STORIES:
                 self.failures.append(f"{number}, {fault.name}: {line}")
@@ -111,8 +115,11 @@ def struck(world: FaultWorld, fault: FaultClass) -> FaultOutcome:
         passable = fault.in_store and world.has_a_way()
         refusal = world.attempt()
         passed = passable and world.recovered()
+        passable = passable and not world.has_unseen
         grew_bytes = _peak_bytes() - before_bytes
         mend()
+        if world.has_unseen:
+            world.restart_part()
         recovered = world.recovered()
     except Exception:
         return FaultOutcome(recovered=False, failure=traceback.format_exc(limit=-6))

@@ -24,7 +24,7 @@ from benchmarks.weightsync.faults.holders import (
     Share,
     Source,
 )
-from benchmarks.weightsync.faults.states import COUNT, dim_of, hashes, states, tensors
+from benchmarks.weightsync.faults.states import COUNT, LAYOUT, dim_of, hashes, states, tensors
 from benchmarks.weightsync.faults.tasks import ChildEnd, ChildTask
 from benchmarks.weightsync.faults.template import (
     ANCHOR_EVERY,
@@ -39,7 +39,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
+from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef, refs_in
 from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.held_parts import Names, TensorParallel
@@ -66,6 +66,11 @@ class FaultWorld:
     clock: Clock = field(default_factory=MonotonicClock)
     newest: int = NEWEST
     wrong: list[str] = field(default_factory=list)
+    forged_delta: set[str] = field(default_factory=set)
+    """Tensors in a file of a delta that was bent, and whose digest in the index was forged."""
+    has_unseen: bool = False
+    """Whether a rank took such a delta of a tensor that it holds a box of. Nothing that it has
+    tells it: the tensor's digest covers the other ranks' boxes too, and it has not read those."""
     ends: list[Callable[[], None]] = field(default_factory=list)
     """Actions to undo when the world ends."""
     holder: Holder = field(init=False)
@@ -248,6 +253,15 @@ class FaultWorld:
         shutil.rmtree(self.root / "held", ignore_errors=True)
         self.hold_any()
 
+    def restart_part(self) -> None:
+        """The rank's process is started again; it knows nothing of what it wrote."""
+        old = self.holder
+        old.close()
+        share = old.share if isinstance(old, MemoryHolder) else None
+        self.holder = MemoryHolder(
+            self.source, self.template.seed, self.clock, version=None, share=share
+        )
+
     def end(self) -> None:
         self.holder.close()
         for end in self.ends:
@@ -264,8 +278,9 @@ class FaultWorld:
 
     def expect_published(self, count: int) -> tuple[int, ...]:
         """The next states get the numbers that a publisher would give them; returns the states."""
-        numbers = [int(path.name.rpartition("_v")[2]) for path in self.store.glob("*_v*")]
-        first = max(numbers, default=0) + 1
+        # A draft that a full disk cut short is no version.
+        refs = refs_in(path.name for path in self.store.iterdir())
+        first = max((ref.version for ref in refs), default=0) + 1
         indices = tuple((self._next_state + i) % COUNT for i in range(count))
         self.truth |= dict(zip(range(first, first + count), indices, strict=True))
         self._next_state += count
@@ -325,8 +340,11 @@ class FaultWorld:
         index = self.truth.get(claim.version)
         if index is None or hashes(self.template.seed)[index] != claim.state_hash:
             self.wrong.append(f"claims version {claim.version}, {claim.state_hash}")
-        elif not self._is_state(index, contents):
-            self.wrong.append(f"claims version {claim.version} and holds other bits")
+        elif others := self._others(index, contents):
+            if others <= {name for name in self.forged_delta if self._is_cut(name, contents)}:
+                self.has_unseen = True
+            else:
+                self.wrong.append(f"claims version {claim.version} and holds other bits")
 
     def recovered(self) -> bool:
         """Whether the holder reaches the newest version by itself now."""
@@ -338,14 +356,20 @@ class FaultWorld:
 
     def _at_newest(self) -> bool:
         return {claim.version for claim in self.holder.claims()} == {self.newest} and (
-            self._is_state(self.truth[self.newest], self.holder.contents())
+            not self._others(self.truth[self.newest], self.holder.contents())
         )
 
-    def _is_state(self, index: int, found: Mapping[str, bytes]) -> bool:
+    def _others(self, index: int, found: Mapping[str, bytes]) -> set[str]:
+        """Tensors that are not those of a state: missing, added, or of other bits."""
         state = self.holder.part(states(self.template.seed)[index])
-        return found.keys() == state.keys() and all(
-            found[name] == bits.tobytes() for name, bits in state.items()
-        )
+        return {
+            name
+            for name in state.keys() | found.keys()
+            if name not in state or found.get(name) != state[name].tobytes()
+        }
+
+    def _is_cut(self, name: str, found: Mapping[str, bytes]) -> bool:
+        return len(found.get(name, b"")) < LAYOUT[name].size_bytes
 
 
 def shards(directory: Path) -> list[Path]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import fsspec
+import numpy as np
 import pytest
 import torch
+import xxhash
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
@@ -21,9 +23,11 @@ from weightsync.follower import Follower
 from weightsync.layout import shard
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
+from weightsync.layout.shard import shard_header
+from weightsync.publish.settings import VersionSettings
 from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Publisher
-from weightsync.receive.held_parts import Names, Selection, TensorParallel
+from weightsync.receive.held_parts import Names, Selection, TensorParallel, bounds
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.transport.directory import DirectorySource
@@ -329,6 +333,54 @@ def test_damage_within_a_share_is_found_before_anything_is_written(
         _flip(path, at)
     receiver.sync(None, ONE, TensorTarget(held))
     assert same(held, part(STATES[0], selection))
+
+
+def _forge(directory: Path) -> None:
+    """Writes the present digest of the file into the index, as one without chunks."""
+    index = json.loads((directory / INDEX_FILE).read_bytes())
+    raw = (directory / SHARD).read_bytes()
+    record = {"bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
+    index["rosemux"]["files"] = {SHARD: record}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def _flip_held(path: Path, share: Selection) -> None:
+    """Damages the first byte that a share has of a layer's matrix, in a full version."""
+    header = shard_header(np.frombuffer(path.read_bytes(), dtype=np.uint8))
+    held = ((n, box) for n, spec in header.layout.items() for box in share.boxes(n, spec))
+    name, box = next((n, box) for n, box in held if n.startswith("layers") and "norm" not in n)
+    _flip(path, header.offsets[name][0] + bounds(box, 2).start)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_a_full_version_under_a_forged_digest_is_refused(
+    copied: Path, share: str, as_objects: bool
+) -> None:
+    """A file without digests of its chunks is read whole, so that cut tensors are checked too."""
+    selection = SHARES[share]
+    _flip_held(copied / "weight_v000001" / SHARD, selection)
+    _forge(copied / "weight_v000001")
+    store, held = f"file://{copied}" if as_objects else copied, blank(selection)
+    with pytest.raises(Corrupt, match="differs from the published"):
+        Receiver(store, selection=selection).sync(None, ONE, TensorTarget(held))
+    with pytest.raises(Corrupt, match="differs from the published"):
+        Receiver(store, selection=selection).sync(None, THREE, TensorTarget(held))
+    assert same(held, blank(selection))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_rank_goes_around_an_anchor_under_a_forged_digest(tmp_path: Path, share: str) -> None:
+    store, selection = tmp_path / "job-a", SHARES[share]
+    with Publisher(store, versions=VersionSettings(anchor_every=1)) as publisher:
+        for state in STATES[:2]:
+            publisher.publish(state)
+    anchor = store / "anchor_v000002"
+    _flip_held(anchor / SHARD, selection)
+    _forge(anchor)
+    held = blank(selection)
+    Receiver(store, selection=selection).sync(None, TWO, TensorTarget(held))
+    assert same(held, part(STATES[1], selection))
 
 
 def test_damage_outside_of_a_share_does_not_fail_its_pull(copied: Path) -> None:
