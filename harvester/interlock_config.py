@@ -60,7 +60,7 @@ class AlertsConfig(Credentials):
         if fault := _unfit_url(self.url) or self.exposed_at(self.url):
             raise ValueError(fault)
         if self.order is StopOrder.NONE:
-            raise ValueError("order: an alert holds or drains")
+            raise ValueError("order: use hold or drain for alerts")
         if self.server == "alertmanager" and not self.watchdog:
             raise ValueError(
                 "watchdog: Alertmanager needs one: cut off from Prometheus it shows no alert either"
