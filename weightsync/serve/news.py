@@ -14,6 +14,25 @@ from weightsync.transport.wire import MAX_NEWS_BYTES, News, StoreVersions
 
 _WITHIN_S = 5.0
 """A relay's upstream may be silent: LATEST is answered without files then."""
+_MAX_TABLE_BYTES = 8 << 20
+"""Bound on an unpacked index: some 28,000 slices. It may have been packed a thousandfold."""
+
+
+class SharedNews:
+    """Followers that ask for the same news at the same time share one `news_of`."""
+
+    def __init__(self, served: ServedStores) -> None:
+        self._served = served
+        self._made: dict[tuple[str, bytes], asyncio.Task[bytes | None]] = {}
+
+    async def of(self, store: str, latest: bytes) -> bytes | None:
+        made = self._made.get((store, latest))
+        if made is None:
+            made = asyncio.create_task(news_of(self._served, store, latest))
+            self._made[store, latest] = made
+            made.add_done_callback(lambda _: self._made.pop((store, latest)))
+        # A follower that leaves does not end it for the others.
+        return await asyncio.shield(made)
 
 
 async def news_of(served: ServedStores, store: str, latest: bytes) -> bytes | None:
@@ -46,7 +65,9 @@ async def _files(served: ServedStores, store: str, directory: str) -> dict[str, 
             files[path] = bytes(await file.read(span))
         if name == INDEX_FILE:
             # Outside the loop: it may be a large table when it is unpacked.
-            shards = await asyncio.to_thread(published_files, files[path])
+            shards = await asyncio.to_thread(
+                published_files, files[path], table_limit_bytes=_MAX_TABLE_BYTES
+            )
             if sum(each.size_bytes or MAX_NEWS_BYTES for each in shards.values()) > left_bytes:
                 raise Exhausted(f"the shards of {directory} are too large")
             names += [*shards, READY_FILE]

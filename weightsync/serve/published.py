@@ -11,7 +11,7 @@ import xxhash
 from harvester.contracts.errors import UNDECODABLE, Corrupt
 from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, refs_in
-from weightsync.layout.tables import plain_table
+from weightsync.layout.tables import MAX_TABLE_BYTES, plain_table
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.source import StoreSource, no_store
@@ -33,9 +33,11 @@ class PublishedFile:
     """Digest of the file; None for a foreign store, whose receivers check every tensor."""
 
 
-def published_files(index: bytes) -> Mapping[str, PublishedFile]:
+def published_files(
+    index: bytes, *, table_limit_bytes: int = MAX_TABLE_BYTES
+) -> Mapping[str, PublishedFile]:
     """The shards of one version by name; raises Corrupt, also for more than a relay keeps."""
-    read = _decoded(plain_table(index), IndexSummary)
+    read = _decoded(plain_table(index, limit_bytes=table_limit_bytes), IndexSummary)
     records = read.weight_map if read.rosemux is None else read.rosemux.files
     if memoryview(records).nbytes > _MAX_FILES_BYTES:
         raise Corrupt("an index with too much about its files")

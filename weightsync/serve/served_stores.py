@@ -46,14 +46,17 @@ class LatestWatch:
         `ask`."""
         found = await self._ask(None, 0.0)
         until_s = self._clock.now() + wait_s
-        while found == known and (left_s := until_s - self._clock.now()) > 0:
+        while (left_s := until_s - self._clock.now()) > 0:
             if self._turn is None or self._turn.done() or self._turn_knew != known:
+                if found != known:
+                    break
                 self._turn_knew = known
                 self._turn = asyncio.ensure_future(self._ask(known, _TURN_S))
                 # Fetches the exception: asyncio would log it if all readers have left by then.
                 self._turn.add_done_callback(lambda turn: turn.cancelled() or turn.exception())
             done, _ = await asyncio.wait({self._turn}, timeout=left_s)
-            if done:
+            # Also where LATEST is known to differ: the turn may bring the version's files with it.
+            if done and (found == known or self._turn.exception() is None):
                 found = self._turn.result()
         return found
 

@@ -29,7 +29,7 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
-from weightsync.serve.news import news_of
+from weightsync.serve.news import SharedNews
 from weightsync.serve.served_stores import ServedFile, ServedStores
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import (
@@ -41,6 +41,8 @@ from weightsync.transport.wire import (
 )
 
 _PIECE_BYTES = 1 << 20
+_HEAD_PIECE_BYTES = 256 << 10
+"""Bytes of a body's head that a slow receiver takes within `stall_s`: news are all head."""
 _BURST_S = 0.25
 """Burst after a pause, in seconds of the rate: a few socket buffers."""
 _STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503, web.HTTPException: None}
@@ -109,6 +111,7 @@ class WeightServer:
         metrics: TransferMetrics | None = None,
     ) -> None:
         self._served = served
+        self._news = SharedNews(served)
         self._tenants = tenants
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
@@ -156,13 +159,15 @@ class WeightServer:
         raw = await self._served.latest(store, known, wait_s=wait_s)
         if raw is None:
             raise FileNotFoundError(f"store {store} has no version yet")
-        headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache"}
+        headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache", "Vary": "Accept"}
         if raw == known:
             return web.Response(status=304, headers=headers)
-        if NEWS_TYPE in request.headers.get("Accept", ""):
+        if request.method == "GET" and NEWS_TYPE in request.headers.get("Accept", ""):
             with suppress(Pressure), self._transfer(request[TENANT]):
-                if (news := await news_of(self._served, store, raw)) is not None:
-                    response = web.StreamResponse(headers=headers)
+                if (news := await self._news.of(store, raw)) is not None:
+                    # Kept by no cache: the entity tag is that of the plain answer.
+                    once = {"Cache-Control": "no-store", "Vary": "Accept"}
+                    response = web.StreamResponse(headers=once)
                     response.content_type, response.content_length = NEWS_TYPE, len(news)
                     await response.prepare(request)
                     await self._send(request, response, store, news)
@@ -255,7 +260,8 @@ class WeightServer:
         """Send a body. Aborts the connection if the rest cannot be read; the reader retries."""
         outcome = "broken"
         try:
-            await self._write(response, store, head)
+            for span in ByteSpan(0, len(head)).pieces(_HEAD_PIECE_BYTES):
+                await self._write(response, store, head[span.start : span.stop])
             for piece in rest:
                 await self._write(response, store, await piece)
             outcome = "done"

@@ -114,7 +114,9 @@ class HttpSource(StoreSource):
         return latest, self._seen(news.versions)
 
     def _recent(self) -> News:
-        return self._news if self._clock.now() < self._news_until_s else _NO_NEWS
+        if self._clock.now() >= self._news_until_s:
+            self._news = _NO_NEWS
+        return self._news
 
     def _from_news(self, path: str, *, until: int | None = None) -> bytes | None:
         """A file of the news, which forget it once it is read until its end."""
@@ -182,12 +184,15 @@ class HttpSource(StoreSource):
         self._connections.close()
 
     def _latest(self, known: bytes | None, wait_s: float) -> bytes | None:
-        headers = {}
+        headers: dict[str, str] = {}
         if known is not None:
-            # Only then, and once for all readers of a relay, who wait for one answer.
-            headers = {"If-None-Match": latest_etag(known), "Accept": f"{NEWS_TYPE}, text/plain"}
+            headers["If-None-Match"] = latest_etag(known)
         if wait_s > 0:
             headers["Prefer"] = f"wait={wait_s:.3f}"
+            if known is not None:
+                # Others need other files, and the readers of a relay would each draw a copy.
+                headers["Accept"] = f"{NEWS_TYPE}, text/plain"
+        self._recent()
 
         def attempt(_: Backoff) -> bytes | None:
             with self._answer("GET", f"/{LATEST_FILE}", headers, wait_s=wait_s) as answer:
@@ -195,6 +200,8 @@ class HttpSource(StoreSource):
                     answer.read()
                     return known
                 if answer.headers.get_content_type() == NEWS_TYPE:
+                    # News that a slow link cuts would begin again at byte 0, where ranges go on.
+                    headers.pop("Accept", None)
                     return self._read_news(answer)
                 return self._body(answer, MAX_LATEST_BYTES, what=LATEST_FILE)
 
@@ -211,6 +218,10 @@ class HttpSource(StoreSource):
             news = msgspec.msgpack.decode(raw, type=News)
         except UNDECODABLE as error:
             raise PeerProtocolError(f"{self._url} sends news that cannot be read") from error
+        directory = news.latest[: MAX_LATEST_BYTES + 1].decode(errors="replace").strip()
+        foreign = [path for path in news.files if not path.startswith(f"{directory}/")]
+        if len(news.latest) > MAX_LATEST_BYTES or foreign:
+            raise PeerProtocolError(f"{self._url} sends news of more than one version")
         with self._lock:
             self._news, self._news_until_s = news, self._clock.now() + _NEWS_S
         return news.latest

@@ -4,15 +4,16 @@ files that it asked for."""
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from benchmarks.weightsync.round_trips import delayed
 from harvester.contracts.errors import PeerProtocolError
@@ -20,18 +21,21 @@ from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, running, served
 from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
+from weightsync.layout.tables import packed_table
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.serve import news
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.served_stores import ServedFile, SourceStores
+from weightsync.serve.server import WeightServer
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.wire import NEWS_TYPE, News
+from weightsync.transport.wire import NEWS_TYPE, News, StoreVersions, latest_etag
 
 SHARD = "model-00001-of-00001.safetensors"
 TWO = WeightVersion(2)
+ONE_LINE = b"weight_v000001\n"
 
 
 def _state(step: int) -> dict[str, torch.Tensor]:
@@ -156,6 +160,12 @@ def test_a_version_that_is_not_ready_is_no_news(tmp_path: Path) -> None:
     index["rosemux"]["files"]["../../secret"] = next(iter(index["rosemux"]["files"].values()))
     (version / INDEX_FILE).write_text(json.dumps(index))
     assert news_now() is None
+    index["rosemux"]["files"].pop("../../secret")
+    plain = json.dumps(index).encode()
+    (version / INDEX_FILE).write_bytes(packed_table(plain))
+    assert news_now() is not None
+    (version / INDEX_FILE).write_bytes(packed_table(plain + b" " * (16 << 20)))
+    assert news_now() is None
 
 
 class Failing(SourceStores):
@@ -183,21 +193,134 @@ async def test_files_that_cannot_be_read_hold_no_news_back(
     await failing.close()
 
 
-def test_news_that_cannot_be_read_are_an_error_of_the_server() -> None:
-    async def latest(_: web.Request) -> web.Response:
-        return web.Response(body=b"\xc1", content_type=NEWS_TYPE)
+@contextmanager
+def _answering(
+    latest: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> Iterator[HttpSource]:
+    """A source whose server has this LATEST."""
 
     def app() -> tuple[web.Application, None]:
-        torn = web.Application()
-        torn.add_routes([web.get("/stores/job-a/LATEST", latest)])
-        return torn, None
+        made = web.Application()
+        made.add_routes([web.get("/stores/job-a/LATEST", latest)])
+        return made, None
 
-    with (
-        running(app) as url,
-        closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source,
-        pytest.raises(PeerProtocolError, match="news that cannot be read"),
-    ):
-        source.latest(b"weight_v000001\n")
+    with running(app) as url, closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source:
+        yield source
+
+
+NO_VERSIONS = StoreVersions(())
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"\xc1", "news that cannot be read"),
+        (News(b"9" * 65, NO_VERSIONS, {}), "more than one version"),
+        (News(b"weight_v000002\n", NO_VERSIONS, {"weight_v000003/READY": b""}), "more than one"),
+    ],
+)
+def test_other_news_are_an_error_of_the_server(body: bytes | News, error: str) -> None:
+    async def latest(_: web.Request) -> web.Response:
+        sent = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+        return web.Response(body=sent, content_type=NEWS_TYPE)
+
+    with _answering(latest) as source, pytest.raises(PeerProtocolError, match=error):
+        source.latest(ONE_LINE, wait_s=5.0)
+
+
+def test_news_that_were_cut_are_not_asked_for_again() -> None:
+    accepted: list[bool] = []
+
+    async def latest(request: web.Request) -> web.StreamResponse:
+        accepted.append(NEWS_TYPE in request.headers.get("Accept", ""))
+        if not accepted[-1]:
+            return web.Response(body=b"weight_v000002\n")
+        response = web.StreamResponse()
+        response.content_type, response.content_length = NEWS_TYPE, 1 << 20
+        if len(accepted) > 1:  # Broken before an answer, as an idle connection may be, it is again.
+            await response.prepare(request)
+            await response.write(bytes(100))
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    with _answering(latest) as source:
+        assert source.latest(ONE_LINE, wait_s=5.0) == b"weight_v000002\n"
+        assert accepted == [True, True, False]
+        # A caller that does not wait may take another version, or a part of one.
+        source.latest(ONE_LINE)
+        assert accepted == [True, True, False, False]
+
+
+def test_unread_news_are_dropped(following: Following) -> None:
+    following.publisher.publish(_state(2))
+    source = following.receiver._store._source
+    assert isinstance(source, HttpSource)
+    assert following.receiver.newer(WeightVersion(1), wait_s=10.0) == TWO
+    assert source._news.files
+    source._news_until_s = 0.0
+    assert following.receiver.newer(TWO, wait_s=0.05) is None
+    assert not source._news.files
+
+
+class Gathering(SourceStores):
+    """Opens no file before `readers` have asked for LATEST."""
+
+    def __init__(self, root: Path, readers: int) -> None:
+        super().__init__(StoreRoot(root))
+        self._readers, self._gathered = readers, asyncio.Event()
+        self.opened: list[str] = []
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
+        self._readers -= 1
+        if not self._readers:
+            self._gathered.set()
+        return await super().latest(store, known, wait_s=wait_s)
+
+    @asynccontextmanager
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ServedFile]:
+        await self._gathered.wait()
+        self.opened.append(path)
+        async with super().open(store, path, doubted=doubted) as file:
+            yield file
+
+
+async def test_followers_share_news_in_pieces_that_no_cache_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(tmp_path / "job-a") as publisher:
+        publisher.publish({"a": torch.randint(0, 256, (700 << 10,), dtype=torch.uint8)})
+    pieces: list[int] = []
+    write = web.StreamResponse.write
+
+    async def counted(self: web.StreamResponse, data: bytes) -> None:
+        pieces.append(len(data))
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", counted)
+    gathering = Gathering(tmp_path, 8)
+    asking = {"Accept": NEWS_TYPE}
+    async with TestClient(TestServer(WeightServer(gathering).app())) as client:
+
+        async def body() -> bytes:
+            async with client.get("/stores/job-a/LATEST", headers=asking) as answer:
+                assert answer.content_type == NEWS_TYPE
+                assert answer.headers["Vary"] == "Accept"
+                assert answer.headers["Cache-Control"] == "no-store"
+                assert "ETag" not in answer.headers
+                return await answer.read()
+
+        first, *rest = await asyncio.gather(*(body() for _ in range(8)))
+        assert all(each == first for each in rest)
+        assert len(gathering.opened) == 3
+        assert max(pieces) <= 256 << 10
+        assert sum(pieces) == 8 * len(first)
+        async with client.head("/stores/job-a/LATEST", headers=asking) as answer:
+            assert answer.content_type == "text/plain"
+        for known, status in ((None, 200), ({"If-None-Match": latest_etag(ONE_LINE)}, 304)):
+            async with client.get("/stores/job-a/LATEST", headers=known) as answer:
+                assert (answer.status, answer.headers["Vary"]) == (status, "Accept")
+    await gathering.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])

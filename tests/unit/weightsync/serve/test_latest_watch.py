@@ -20,7 +20,7 @@ class Upstream:
         self.value: bytes | None = b"1"
         self.changed, self.asked = asyncio.Event(), asyncio.Event()
         self.held = 0
-        self.failing = False
+        self.failing = self.cut = False
 
     async def ask(self, known: bytes | None, wait_s: float) -> bytes | None:
         if self.failing:
@@ -29,6 +29,8 @@ class Upstream:
             self.held += 1
             self.asked.set()
             await self.changed.wait()
+            if self.cut:
+                raise Exhausted("upstream went away")
         return self.value
 
 
@@ -41,6 +43,26 @@ async def test_one_upstream_request_serves_all_waiters() -> None:
     upstream.changed.set()
     assert await asyncio.gather(*waiting) == [b"2"] * 20
     assert upstream.held == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_late_caller_waits_for_the_answer_under_way(fails: bool) -> None:
+    """The version's files may come with it, which would cross the link once more beside it."""
+    upstream = Upstream()
+    watch = LatestWatch(upstream.ask, MonotonicClock())
+    waiting = asyncio.create_task(watch.after(b"1", 30.0))
+    await upstream.asked.wait()
+    upstream.value = b"2"
+    late = asyncio.create_task(watch.after(b"1", 30.0))
+    assert await watch.after(b"1", 0.0) == b"2"
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not late.done()
+    upstream.cut = fails
+    upstream.changed.set()
+    assert await late == b"2"
+    await asyncio.wait({waiting})
+    assert (waiting.exception() is not None) == fails
 
 
 async def test_a_caller_with_an_old_version_does_not_wait() -> None:
