@@ -49,7 +49,7 @@ def on_device(delta: Delta, old: Bits, dtype: str, device: str) -> Bits:
     return bits_of(tensor.cpu())
 
 
-@pytest.mark.parametrize("encoding", list(Encoding))
+@pytest.mark.parametrize("encoding", sorted({*Encoding} - {Encoding.CONTEXT}))
 @pytest.mark.parametrize("dtype", list(INTEGERS))
 @pytest.mark.parametrize("density", [0.0005, 0.3])
 def test_a_delta_gives_the_host_s_bits(

@@ -272,15 +272,25 @@ def count_keys(old: Bits, new: Bits, elements: Words, changed: Words) -> None:
 
 @compiled
 def find_changes(
-    old: Bits, new: Bits, bounds: Bytes, gaps: Words, steps: Words, ends: Words, after: Words
-) -> None:
-    """Write gap and step of each change of a class from `ends` on, which moves; `after`, zeros:
-    unchanged elements after the last. A step: bit 0 minus, bits 1 to 8 the key, then the
-    magnitude."""
-    masks, passed = np.empty(CLASSES, np.uint64), np.zeros(2 * CLASSES, np.uint64)
+    old: Bits,
+    new: Bits,
+    bounds: Bytes,
+    gaps: Words,
+    steps: Words,
+    ends: Words,
+    stops: Words,
+    after: Words,
+    passed: Words,
+) -> bool:
+    """Write gap and step of each change of a class from `ends` on, which moves; False where a class
+    would pass its `stops`. A step: bit 0 minus, bits 1 to 8 the key, then the magnitude.
+
+    All but the last part of a tensor is whole groups of lanes. Between the parts, zeros at first,
+    `after` and the first half of `passed` have how many elements of each class there are up to its
+    last change, and in all."""
+    masks = np.empty(CLASSES, np.uint64)
     last, width = np.zeros(LANES, old.dtype), width_of(old)
     full = _ALL >> np.uint64(64 - 8 * width)
-    # Until the end `after` has the elements of each class up to its last change.
     for group in range(0, old.size, LANES):
         changed = _NONE
         if group + LANES <= old.size:
@@ -297,6 +307,8 @@ def find_changes(
                 hits &= hits - _ONE
                 before = passed[c] + lane_count(masks[c] & ~(_ALL << lane))
                 at, position = ends[c], np.uint64(group) + lane
+                if at >= stops[c]:
+                    return False
                 gaps[at], after[c] = before - after[c], before + _ONE
                 value = np.uint64(old[position])
                 step = (np.uint64(new[position]) - value) & full
@@ -305,8 +317,7 @@ def find_changes(
                 steps[at] = (step << np.uint64(9)) | (_key(value, width) << _ONE) | minus
                 ends[c] = at + _ONE
             passed[c] = passed[CLASSES + c]
-    for c in range(CLASSES):
-        after[c] = passed[c] - after[c]
+    return True
 
 
 @inlined

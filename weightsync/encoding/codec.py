@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 
@@ -74,6 +75,9 @@ class Encoded:
     """xxh3-128 of the new bits."""
 
 
+MOST_CONTEXT_CHANGES = 1 << 21
+"""Changes of a tensor up to which `context` codes them: 16 bytes each, half as many again at its
+end."""
 PLANES_ABOVE_RATIO = 0.40
 """Share of changed elements below which neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
@@ -195,10 +199,10 @@ def _encode_context(old: Bits, new: Bits) -> Encoded | None:
     found = encode(old, new)
     if found is None or found.encoding is not Encoding.ROSEMUX:
         return found
-    payload: bytes | memoryview
-    payload = classes_payload(old, new) if old.itemsize in CONTEXT_WIDTHS_BYTES else b""
-    if not 0 < len(payload) < len(found.payload):
-        payload = found.payload
+    payload = found.payload
+    is_worth = new.nbytes > PLAIN_BYTES and found.changed <= PLANES_ABOVE_RATIO * old.size
+    if is_worth and old.itemsize in CONTEXT_WIDTHS_BYTES and found.changed <= MOST_CONTEXT_CHANGES:
+        payload = min(classes_payload(old, new, found.digest) or payload, payload, key=len)
     return replace(found, encoding=Encoding.CONTEXT, payload=payload)
 
 
@@ -209,7 +213,7 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
         Encoding.XOR: decode_xor,
         Encoding.OVERWRITE: decode_overwrite,
         Encoding.ROSEMUX: decode_rosemux,
-        Encoding.CONTEXT: decode_rosemux,
+        Encoding.CONTEXT: partial(decode_rosemux, in_classes=True),
     }
     return readers[encoding](payload, spec)
 
@@ -222,7 +226,7 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
         return
     if encoding.is_ours:
         reader = PayloadReader(payload)
-        if rosemux_layout(reader, spec) == PLANES:
+        if rosemux_layout(reader, spec, in_classes=encoding is Encoding.CONTEXT) == PLANES:
             apply_planes_payload(reader, bits)
             return
     checked_apply(decode(encoding, payload, spec), bits)
@@ -269,7 +273,7 @@ def _warm_up(width_bytes: int) -> None:
         planes_payload(old, new),
         *([classes_payload(old, new)] if width_bytes in CONTEXT_WIDTHS_BYTES else []),
     ):
-        delta = decode(Encoding.ROSEMUX, memoryview(payload), TensorSpec(dtype, old.shape))
+        delta = decode(Encoding.CONTEXT, memoryview(payload), TensorSpec(dtype, old.shape))
         for hashed in (False, True):
             delta.apply(old.copy(), hashed=hashed)
     small = TensorSpec(dtype, (PLAIN_BYTES // 64,))

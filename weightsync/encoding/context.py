@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import xxh3
-from weightsync.elements.bits import Bits, Bytes, bytes_of
+from weightsync.elements.bits import TILE_BYTES, Bits, Bytes, bytes_of
 from weightsync.elements.classes import (
     CLASSES,
     MOST_LOW_BITS,
@@ -38,6 +39,7 @@ _MOST_ELEMENTS = (1 << 32) - 1
 """A gap takes 32 bits at most."""
 _CLASS_BITS = 32.0
 """The least cost of a class."""
+_SAMPLED_STEPS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,34 @@ def decode_classes(reader: PayloadReader, elements: int, width: int) -> ClassesD
     )
 
 
-def classes_payload(old: Bits, new: Bits) -> bytes:
-    """The changes of a tensor of WIDTHS_BYTES; empty if there are none."""
+def classes_payload(old: Bits, new: Bits, digest: str = "") -> bytes:
+    """The changes of a tensor of WIDTHS_BYTES; empty if there are none, or if `new`, which may be a
+    trainer's live memory, changes meanwhile or from the state of `digest`, where it is given."""
     elements, changed = np.zeros(_KEYS, np.uint64), np.zeros(_KEYS, np.uint64)
     count_keys(old, new, elements, changed)
     if old.size > _MOST_ELEMENTS or not changed.any():
         return b""
     bounds = _bounds(elements.astype(float), changed.astype(float))
-    ends = np.zeros(CLASSES, np.uint64)
+    ends, stops = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.uint64)
     in_class = np.add.reduceat(changed[::-1], 255 - _uppers(bounds)).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(in_class)])
-    ends[: bounds.size] = starts[:-1]
+    ends[: bounds.size], stops[: bounds.size] = starts[:-1], starts[1:]
     gaps, steps = np.empty(starts[-1], np.uint64), np.empty(starts[-1], np.uint64)
-    after = np.zeros(CLASSES, np.uint64)
+    after, passed = np.zeros(CLASSES, np.uint64), np.zeros(2 * CLASSES, np.uint64)
     table = np.zeros(CLASSES, np.uint8)
     table[: bounds.size] = bounds
-    find_changes(old, new, table, gaps, steps, ends, after)
+    # Hashed and compared from one private copy, so that the changes lead to the hashed state.
+    held, found = np.empty(TILE_BYTES // new.itemsize, new.dtype), xxhash.xxh3_128()
+    for start in range(0, new.size, held.size):
+        part = held[: new.size - start]
+        np.copyto(part, new[start : start + held.size])
+        found.update(bytes_of(part).data)
+        before = old[start : start + held.size]
+        if not find_changes(before, part, table, gaps, steps, ends, stops, after, passed):
+            return b""
+    if (ends != stops).any() or digest not in {"", found.hexdigest()}:
+        return b""
+    after = passed[:CLASSES] - after
     step_key = _step_key(steps)
     head = [bytes((FORMAT, IN_CLASSES, old.itemsize)), varint(old.size)]
     head.append(bytes((step_key, bounds.size)))
@@ -124,6 +138,7 @@ def _codes(gaps: Words, steps: Words, after: np.uint64, step_key: int) -> tuple[
 
 def _step_key(steps: Words) -> int:
     """The key at which steps take no low bits, for the mean of the changes by several units."""
+    steps = steps[:: 1 + steps.size // _SAMPLED_STEPS]
     magnitudes, keys = steps >> np.uint64(9), (steps >> np.uint64(1)) & np.uint64(255)
     far = magnitudes > 2
     if not far.any():

@@ -153,9 +153,11 @@ def decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
     return OverwriteDelta(spec.elements, positions, raw[4 + 4 * count :])
 
 
-def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
+def rosemux_layout(reader: PayloadReader, spec: TensorSpec, *, in_classes: bool = False) -> int:
+    """`in_classes`: of `context`, whose classes do not add up as `rosemux` does."""
     version, layout, width = reader.take(3)
-    if version != FORMAT or layout not in {SPARSE, PLANES, GROUPS, IN_CLASSES}:
+    known = {SPARSE, PLANES, GROUPS, IN_CLASSES} if in_classes else {SPARSE, PLANES, GROUPS}
+    if version != FORMAT or layout not in known:
         raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
     elements = reader.number(at_most=spec.elements)
     if width != spec.width_bytes or elements != spec.elements:
@@ -166,10 +168,11 @@ def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
     return layout
 
 
-def decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
+def decode_rosemux(payload: memoryview, spec: TensorSpec, *, in_classes: bool = False) -> Delta:
     # Read-only, because numba compiles a loop again for writable arrays.
     reader = PayloadReader(payload.toreadonly())
-    layout, elements, width = rosemux_layout(reader, spec), spec.elements, spec.width_bytes
+    layout = rosemux_layout(reader, spec, in_classes=in_classes)
+    elements, width = spec.elements, spec.width_bytes
     delta: Delta
     if layout == PLANES:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))

@@ -39,6 +39,8 @@ class RankReport(msgspec.Struct, frozen=True):
     state_hash: str
     entries: RankEntries | None = None
     """Set by a rank that took over the copy of an earlier process."""
+    encoding: Encoding = Encoding.ROSEMUX
+    """The rank's setting: one index names it for all."""
 
 
 class PublishOrder(msgspec.Struct, frozen=True):

@@ -188,6 +188,8 @@ def _chain(
         manifest = store.manifest(ref)
         if not chain and manifest.section is not None:
             left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.section.bytes_dense)
+        if (encoding := manifest.delta_encoding) not in (None, Encoding.ROSEMUX):
+            raise Unsupported(f"{ref.directory}: changes by {encoding} do not add up")
         chain.append((ref, manifest))
         left_bytes -= store.size_bytes(ref, manifest)
         left_payloads -= len(manifest.weight_map)

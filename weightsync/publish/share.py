@@ -115,9 +115,9 @@ class RankShare:
     def report(self, state: TrainerState) -> RankReport:
         """The base that a delta of `state` can build on."""
         if self._copy.version is None or not self._copy.fits(state):
-            return RankReport(0, "")
+            return RankReport(0, "", encoding=self._encoding)
         entries = None if self._is_reported else entries_of(self._copy.contents)
-        return RankReport(self._copy.version, self._copy.state_hash, entries)
+        return RankReport(self._copy.version, self._copy.state_hash, entries, self._encoding)
 
     def take(self, state: TrainerState) -> RankEntries:
         """Copy all tensors, for a full version."""

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 
-from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
+from harvester.contracts.errors import Exhausted, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
@@ -133,5 +133,5 @@ class _Maker:
 
 
 def _log_left_out(error: Exception) -> None:
-    level = logging.INFO if isinstance(error, Exhausted) else logging.WARNING
+    level = logging.INFO if isinstance(error, Exhausted | Unsupported) else logging.WARNING
     _LOG.log(level, "a skip delta is left out: %s", error)

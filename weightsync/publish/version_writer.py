@@ -89,7 +89,14 @@ class VersionWriter:
         self._writer.close()
 
     def order(self, reports: Sequence[RankReport]) -> PublishOrder:
-        """Decide the version and its base, and begin it in the store."""
+        """Decide the version and its base, and begin it in the store. Raises ConfigError if ranks
+        encode differently."""
+        for rank, report in enumerate(reports):
+            if report.encoding is not (ours := self._settings.encoding):
+                raise ConfigError(
+                    f"rank {rank} publishes encoding {report.encoding}, rank 0 {ours}: give every "
+                    "rank the same"
+                )
         base = common_version(reports)
         if base != self._latest():
             base = None

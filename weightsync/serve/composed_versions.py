@@ -14,6 +14,7 @@ from threading import Event
 from typing import TYPE_CHECKING, TypeAlias
 
 from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import Unsupported
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.transport.source import StoreSource
@@ -61,12 +62,18 @@ class ComposedVersions:
         self._kept: dict[tuple[str, VersionRef], _Composed] = {}
         self._failed: dict[tuple[str, VersionRef], tuple[str, float]] = {}
         """Tag of each that failed, and when: most would fail again, at the same cost."""
+        self._unsupported: dict[str, float] = {}
+        """When a store was last found to have deltas that do not add up."""
         self._closed = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-compose")
 
     def close(self) -> None:
         self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def composes(self, store: str) -> bool:
+        """False for a while after the store's deltas were found not to add up."""
+        return self._clock.now() >= self._unsupported.get(store, -_FAILED_S) + _FAILED_S
 
     async def file(
         self, store: str, source: StoreSource, ref: VersionRef, name: str, *, doubted: bool
@@ -111,6 +118,8 @@ class ComposedVersions:
         if error:
             if self._kept.get(key) is composed:
                 del self._kept[key]
+            if isinstance(error, Unsupported):
+                self._unsupported[key[0]] = self._clock.now()
             self._failed.pop(key, None)
             self._failed[key] = composed.tag, self._clock.now()
             if len(self._failed) > _MAX_FAILED:

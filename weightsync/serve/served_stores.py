@@ -112,7 +112,7 @@ class SourceStores:
         self._open: dict[str, OpenStore] = {}
 
     async def composes(self, store: str) -> bool:
-        if self._composed is None:
+        if self._composed is None or not self._composed.composes(store):
             return False
         # Deltas of other systems do not add up.
         return await self.threaded(self.store(store).source.writer) is None

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
-from weightsync.elements.bits import Bytes, bits_of, bytes_of
+from harvester.contracts.errors import Unsupported
+from weightsync.elements.bits import Bytes, bytes_of
 from weightsync.elements.group_applying import NEAREST_FAR, Gaps
 from weightsync.elements.groups import GROUP, WORD_BYTES
 from weightsync.elements.scan import GAP_ESCAPE
@@ -38,6 +39,10 @@ _WORDS_AT_ONCE = CHANGES_AT_ONCE // _WORD_BITS
 
 MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
 """Bound on an apply's device memory, for any size of tensor and delta."""
+ON_HOST_ONLY = (
+    "changes by encoding context are made in host memory only, and this engine's weights are on an "
+    "accelerator: publish with encoding=rosemux"
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
 _UNSIGNED_32 = 0xFFFFFFFF
@@ -229,11 +234,8 @@ def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
 
 
 @_apply.register
-def _classes(delta: ClassesDelta, elements: torch.Tensor) -> None:
-    # Its codes are read one after another beside the old elements, so these travel.
-    held = elements.cpu()
-    delta.apply(bits_of(held))
-    elements.copy_(held)
+def _classes(_delta: ClassesDelta, _elements: torch.Tensor) -> None:
+    raise Unsupported(ON_HOST_ONLY)
 
 
 @_apply.register

@@ -230,9 +230,12 @@ class EngineWeights:
             return replace(self._on_trial(base, target, staged), mends=True)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
-        """Raises Corrupt if the version does not lead to the published state."""
+        """Raises Corrupt if the version does not lead to the published state, and Unsupported for
+        deltas that its target does not take."""
         if not isinstance(target, LoaderMap):
             return _Prepared(base=base, staged=tried_foreign(staged, target.bits, self._pool))
+        if staged.full is None:
+            target.check_deltas({step.manifest.delta_encoding for step in staged.plan.steps})
         trial = tried_on_copies(
             target,
             staged,

@@ -27,9 +27,10 @@ from weightsync.elements.bits import (
     zero_tensor,
 )
 from weightsync.elements.device_hash import digests_on_device, is_proven
+from weightsync.encoding.codec import Encoding
 from weightsync.encoding.delta import Delta
 from weightsync.receive.target import HostTarget
-from weightsync.vllm.device_delta import apply_on_device
+from weightsync.vllm.device_delta import ON_HOST_ONLY, apply_on_device
 from weightsync.vllm.layers import storages_of
 from weightsync.vllm.loader_trace import LoaderCopy, drawn, recorded
 
@@ -96,6 +97,11 @@ class LoaderMap(HostTarget):
             return
         for delta in deltas:
             apply_on_device(delta, held)
+
+    def check_deltas(self, encodings: Collection[Encoding | None]) -> None:
+        """Raises Unsupported for deltas that need the tensors in host memory."""
+        if self._on_device and Encoding.CONTEXT in encodings:
+            raise Unsupported(ON_HOST_ONLY)
 
     def digests_there(self) -> dict[str, str]:
         """Digests of `hashed_there`, computed on the tensors' devices."""

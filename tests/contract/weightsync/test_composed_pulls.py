@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import fsspec
@@ -209,6 +210,21 @@ def test_a_store_of_another_trainer_has_none(root: Path) -> None:
         with served(place) as server:
             listing = msgspec.json.decode(_got(f"{server}/stores/{store}"), type=StoreVersions)
             assert listing.composes is composes
+
+
+def test_a_store_whose_deltas_do_not_add_up_is_found_to_have_none(tmp_path: Path) -> None:
+    settings = VersionSettings(encoding="context")  # type: ignore[arg-type]
+    with Publisher(tmp_path / "job-a", versions=settings) as publisher:
+        for state in STATES[:6]:
+            publisher.publish(state)
+    found = []
+    with served(tmp_path) as server:
+        for _ in range(2):
+            listing = msgspec.json.decode(_got(f"{server}/stores/job-a"), type=StoreVersions)
+            found.append(listing.composes)
+            with suppress(urllib.error.HTTPError):
+                _got(f"{server}/stores/job-a/skip_v000002_v000006/{INDEX_FILE}")
+    assert found == [True, False]
 
 
 def test_one_that_failed_is_not_composed_again_for_a_while(root: Path) -> None:

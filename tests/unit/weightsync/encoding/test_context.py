@@ -1,7 +1,10 @@
 """Changes by old values: exact whatever they are, as an oracle in numpy reads them, smaller than
 today's, and harmless where they are wrong."""
 
+import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +15,15 @@ from hypothesis import strategies as st
 from harvester.contracts.errors import Corrupt, Unsupported
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, TensorSpec, bits_of
 from weightsync.elements.state_hash import digest_of
+from weightsync.encoding import codec, context
 from weightsync.encoding.codec import Encoding, composed, decode, encode, encode_as
 from weightsync.encoding.context import ClassesDelta, classes_payload
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.varint import PayloadReader
 from weightsync.layout.box_delta import box_delta
 from weightsync.layout.slices import SliceRecord
-from weightsync.vllm.device_delta import apply_on_device
 
 DTYPES = {2: "BF16", 4: "F32"}
-TORCH = {2: torch.bfloat16, 4: torch.float32}
 
 
 def _spec(bits: Bits) -> TensorSpec:
@@ -119,9 +121,6 @@ def test_every_bit_is_restored_and_hashed_as_the_oracle_reads_it(pair: tuple[Bit
     assert (middle == new).all()
     assert (guarded[:64] == 0xA5).all()
     assert (guarded[-64:] == 0xA5).all()
-    there = torch.from_numpy(old.copy()).view(TORCH[old.itemsize])
-    apply_on_device(delta, there)
-    assert (bits_of(there) == new).all()
 
 
 @pytest.mark.parametrize("width", sorted(DTYPES))
@@ -163,6 +162,59 @@ def test_a_step_of_adam_takes_three_quarters_of_the_bytes_that_ignore_old_values
     assert (ours.changed, ours.digest) == (today.changed, today.digest)
 
 
+def _steps_of_small_values(size: int) -> tuple[Bits, Bits]:
+    """A change that classes code best."""
+    random = np.random.default_rng(5)
+    old = random.integers(0x3C00, 0x4000, size, dtype=np.uint16)
+    return old, old + ((old < 0x3D00) & (random.random(size) < 0.3)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("read", [(context, "count_keys"), (codec, "encode")], ids=str)
+@pytest.mark.parametrize("late", [slice(7, 8), slice(1, None, 2)], ids=["one", "half"])
+def test_a_tensor_that_changes_while_it_is_published_gets_a_payload_of_its_digest(
+    monkeypatch: pytest.MonkeyPatch, read: tuple[Any, str], late: slice
+) -> None:
+    old, new = _steps_of_small_values(40_000)
+    right: Callable[..., Any] = getattr(*read)
+
+    def then_changes(*given: Any) -> Any:
+        found = right(*given)
+        new[late] += 1
+        return found
+
+    monkeypatch.setattr(*read, then_changes)
+    encoded = encode_as(Encoding.CONTEXT, old, new)
+    assert encoded is not None
+    delta = decode(Encoding.CONTEXT, memoryview(encoded.payload), _spec(old))
+    assert checked_apply(delta, old, hashed=True) == encoded.digest
+
+
+def test_a_tensor_whose_elements_all_change_takes_no_memory_for_each_change() -> None:
+    old = np.random.default_rng(5).integers(0, 1 << 15, 1 << 20, dtype=np.uint16)
+    new = old + np.uint16(1)
+    encode_as(Encoding.CONTEXT, old, new)
+    tracemalloc.start()
+    try:
+        encode_as(Encoding.CONTEXT, old, new)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 16 * old.size
+
+
+@pytest.mark.parametrize(("size", "most"), [(4096, 1 << 21), (40_000, 1000)])
+def test_a_small_tensor_and_one_of_many_changes_are_coded_as_by_rosemux(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    old, new = _steps_of_small_values(size)
+    monkeypatch.setattr(codec, "MOST_CONTEXT_CHANGES", most)
+    ours, today = encode_as(Encoding.CONTEXT, old, new), encode(old, new)
+    assert ours is not None
+    assert today is not None
+    assert ours.payload == today.payload
+    assert len(classes_payload(old, new)) < len(ours.payload)
+
+
 @given(steps(), st.data())
 @settings(deadline=None, max_examples=200)
 def test_a_damaged_payload_is_refused_or_stays_within_its_tensor(
@@ -194,3 +246,5 @@ def test_a_cut_or_a_sum_of_such_changes_is_refused_by_its_reason() -> None:
         box_delta(_decoded(payload, old), SliceRecord("", old.shape, (1,), (2,)), 2)
     with pytest.raises(Unsupported, match="do not add up"):
         composed([(Encoding.CONTEXT, memoryview(payload))], _spec(old), "")
+    with pytest.raises(Corrupt, match="layout 3"):
+        composed([(Encoding.ROSEMUX, memoryview(payload))], _spec(old), "")

@@ -186,6 +186,23 @@ def test_a_missing_slice_publishes_nothing(tmp_path: Path, states: tuple[State, 
         _published(crew.publish(shares_of(states[0])))
 
 
+def test_ranks_that_encode_differently_publish_nothing(
+    tmp_path: Path, states: tuple[State, ...]
+) -> None:
+    with Crew(tmp_path) as crew:
+        crew.publishers[1].close()
+        crew.publishers[1] = Publisher(
+            WritableDirectory(tmp_path),
+            rank=1,
+            ranks=RANKS,
+            versions=VersionSettings(encoding=Encoding.CONTEXT),
+        )
+        for fault in crew.publish(shares_of(states[0])):
+            assert isinstance(fault, ConfigError)
+            assert "rank 1 publishes encoding context, rank 0 rosemux" in str(fault)
+    assert Receiver(tmp_path).latest() is None
+
+
 def test_replicas_that_differ_publish_nothing(tmp_path: Path, states: tuple[State, ...]) -> None:
     shares = shares_of(states[0])
     shares[2][3] = ("layer.scale", torch.zeros_like(states[0]["layer.scale"]))

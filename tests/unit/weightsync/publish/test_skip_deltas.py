@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import Kind, VersionRef, named_ref
@@ -20,6 +20,7 @@ from weightsync.publish.version_writer import VersionWriter
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.directory import DirectorySource
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -143,6 +144,23 @@ def test_a_store_has_none_where_they_are_off_or_anchors_are_nearer(
 ) -> None:
     _published(tmp_path / "store", states, versions=VersionSettings(**settings))
     assert _skips(tmp_path / "store") == []
+
+
+def test_deltas_that_do_not_add_up_are_refused_by_their_indexes(
+    tmp_path: Path, states: tuple[State, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = VersionSettings(encoding=Encoding.CONTEXT)
+    work = WorkSettings(copy_dir=tmp_path / "copy")
+    _published(tmp_path / "store", states[:4], versions=settings, work=work)
+    _published(tmp_path / "store", states[4:6], work=work)
+    assert _skips(tmp_path / "store") == []
+    assert "left out" not in caplog.text, "no fault to warn of"
+    for version in range(2, 7):
+        for shard in (tmp_path / f"store/weight_v{version:06d}").glob("*.safetensors"):
+            shard.unlink()
+    ref = VersionRef(Kind.SKIP, WeightVersion(6), WeightVersion(2))
+    with pytest.raises(Unsupported, match="context do not add up"):
+        composing.composed_files(DirectorySource(tmp_path / "store"), ref, threading.Event())
 
 
 def test_a_chain_that_is_too_large_has_none_and_publishing_goes_on(

@@ -11,6 +11,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
 from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
+from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
@@ -110,6 +111,25 @@ def test_touched_weights_are_found_while_staging_and_counted(
     assert weights.load(wanted(4)).from_full
     assert model.holds(states[3])
     assert weights.report()["reapplied"] == 1
+
+
+def test_deltas_for_host_memory_are_refused_on_an_accelerator_before_anything_is_touched(
+    weights: EngineWeights,
+    model: PlainModel,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without an accelerator at hand: every tensor claims to lie on one."""
+    monkeypatch.setattr("weightsync.vllm.loader_map.HOST", "none")
+    settings = VersionSettings(encoding="context")  # type: ignore[arg-type]
+    with Publisher(published[0].parent / "slow", versions=settings) as publisher:
+        for state in states[:3]:
+            publisher.publish(state)
+    weights.load(wanted(2, "slow"))
+    with pytest.raises(Unsupported, match="publish with encoding=rosemux"):
+        weights.load(wanted(3, "slow"))
+    assert model.holds(states[1])
 
 
 def test_another_expected_state_is_refused_before_anything_is_touched(
