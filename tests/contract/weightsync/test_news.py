@@ -39,8 +39,10 @@ ONE_LINE = b"weight_v000001\n"
 
 
 def _state(step: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    state = {"a": torch.randn(300, 200).bfloat16(), "b": torch.randn(9)}
+    # Its own: readers in threads would draw from a shared one by turns.
+    own = torch.Generator().manual_seed(0)
+    a, b = torch.randn(300, 200, generator=own), torch.randn(9, generator=own)
+    state = {"a": a.bfloat16(), "b": b}
     state["a"][:step] *= 2
     return state
 

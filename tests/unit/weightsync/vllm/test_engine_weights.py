@@ -157,7 +157,7 @@ def test_a_store_of_another_model_is_refused_by_tensor_before_anything_is_touche
     with pytest.raises(ConfigError, match="another model") as refused:
         weights.load(wanted(1, "other"))
     differing = "head is extra; layer.weight is BF16[2, 30], not BF16[40, 30]; moments is extra"
-    assert f": {differing}; 1 more; an engine that starts anew" in str(refused.value)
+    assert f": {differing}; 1 more; restart the engine" in str(refused.value)
     assert model.holds(states[2])
     assert weights.is_loaded
 

@@ -163,7 +163,7 @@ def test_a_large_event_without_tokens_or_with_an_error_is_one_chunk() -> None:
     [
         (_large(5000), "4999 tokens that are left"),
         (_large(5000, token_ids=[1] * 60_000), "4999 tokens that are left"),
-        (_large(4999, token_ids=[1]), "bytes, 1 tokens"),
+        (_large(4999, token_ids=[1]), "bytes for 1 tokens"),
         (_large(4999, token_ids=[1] * 4000), "4999 log-probabilities for 4000 tokens"),
         (_large(4999, sampling_mask=[[1]]), "1 sampling masks for 4999 tokens"),
         (_large(4999, logprobs={"content": [7] * 4999}, token_ids=["x" * 70_000]), "unreadable"),
