@@ -73,7 +73,9 @@ LABEL_VALUES = {
     "slo": ("ttft", "itl"),
     "source": ("pulse.prod.0", "guest"),
     "start": ("cold", "warm"),
-    "state": ("kept", "owed", "used", "missing", "held", "free", "together", "apart", "off"),
+    "state": (
+        *("kept", "owed", "used", "missing", "held", "free", "together", "apart", "off", "open"),
+    ),
 }
 NODES = ("127.0.0.1", "127.0.0.2")
 """Two machines that export the same: slots and engines of one name."""
