@@ -102,13 +102,14 @@ async def test_no_tenant_takes_the_leases_from_open_turns_of_another(
             assert (await answered(gateway, role, f"/v1/jobs/{job}/versions", version))[0] == 200
         off = {"enabled": False}
         assert (await answered(gateway, "a", "/v1/jobs/job/dedicated", off))[0] == 200
-        guest.running.clear()
+        # Not paused: the gateway resumes an engine that it has given its version.
+        guest.stalled = True
         turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
         open_ = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
         await gateway.until(lambda: guest.open == 1)
         status, told = await answered(gateway, "b", "/v1/jobs/job-b/activate", {})
         assert (status, "another tenant's job" in told) == (409, True)
-        guest.running.set()
+        guest.stalled = False
         assert (await open_)[0] == 200
         assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
 
