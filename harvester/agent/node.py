@@ -282,8 +282,10 @@ class NodeAgent:
     def close(self) -> None:
         for slot in self.slots:
             slot.close(now=self.clock.now(), records=not self._lock.lost)
-        self._count_ended(detail="agent stopped")
-        self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
+        if not self._lock.lost:
+            # The audit opens its file again by path: there it is another agent's.
+            self._count_ended(detail="agent stopped")
+            self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
         self.audit.close()
         self._lock.close()
 
