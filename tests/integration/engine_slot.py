@@ -235,17 +235,29 @@ class EngineSlot:
     async def guest_becomes(self, holds: Callable[[Guest], object], what: str) -> None:
         await until(lambda: holds(self.guest()), what, seen=self.guest)
 
+    async def idle_guest(self) -> Guest:
+        """A page that the guest has written after this call and without a running turn: a turn that
+        has ended before is accounted for. Turns may be shorter than the interval of pages."""
+        since_ns = monotonic_ns()
+
+        def written() -> bool:
+            page = self._left(self.pages.guest_reader())
+            return page.stamp_ns > since_ns and page.record.running == 0
+
+        await until(written, "the guest is idle", seen=self.guest)
+        return self.guest()
+
     def guest(self) -> Guest:
         """The guest's page however old it is: a waker that waits for a core is no silent guest."""
-        return self._left(self.pages.guest_reader()) or Guest()
+        return self._left(self.pages.guest_reader()).record or Guest()
 
     def pulse(self) -> Pulse:
-        return self._left(self.pages.pulse_reader(PRODUCTION_PULSE)) or Pulse()
+        return self._left(self.pages.pulse_reader(PRODUCTION_PULSE)).record or Pulse()
 
     @staticmethod
     def _left(reader: Any) -> Any:
         try:
-            return reader.read_left().record
+            return reader.read_left()
         finally:
             reader.close()
 

@@ -87,7 +87,7 @@ async def test_a_guest_whose_steps_delay_arrivals_rests_between_them_and_ends_it
     await slot.guest_becomes(lambda guest: guest.reason == "resting", "it rests")
     await turn.ended()
     assert (turn.finish_reason, len(turn.tokens)) == ("length", 60)
-    assert slot.guest().steps_finished - before.steps_finished >= 60
+    assert (await slot.idle_guest()).steps_finished - before.steps_finished >= 60
     # The page renews what is lent once a second: the turn may end before it has.
     await slot.guest_becomes(lambda guest: guest.lending.tokens > 0, "its lending is told")
     assert slot.guest().lending.share_ratio < 0.34

@@ -107,10 +107,10 @@ async def test_the_budget_holds_after_every_prefix_was_dropped(slot: EngineSlot)
 
 async def computed_tokens(slot: EngineSlot, **request: Any) -> int:
     """Tokens computed by the guest's steps for one turn, prompt and output."""
-    before = slot.guest().tokens_total
+    before = (await slot.idle_guest()).tokens_total
     turn = await slot.begin(16, **request).ended()
     assert len(turn.tokens) == 16
-    return slot.guest().tokens_total - before
+    return (await slot.idle_guest()).tokens_total - before
 
 
 async def prefix_then_flood(slot: EngineSlot, *, kv_retained_ratio: float) -> dict[str, Any]:
