@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="after which no round begins, nor a part"
     )
+    parser.add_argument(
+        "--new-slot", action="store_true", help="begin the rounds before the slot has proven itself"
+    )
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument(
         "--failsafe-file", type=Path, help="of their trials: those in it count, new ones are added"
@@ -117,12 +120,14 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 def round_log(given: argparse.Namespace, trace: Trace, hardware: Hardware) -> RoundLog:
     length = length_of(given)
+    arms = arms_on(hardware, given.arms)
     settings = RunSettings(
         trace=trace.name,
         seed=given.seed,
         slice_s=length.slice_s,
         rounds=max(1, round(length.seconds / length.slice_s)),
-        arms=arms_on(hardware, given.arms),
+        arms=arms,
+        proven=length.proves and Arm.ROSEMUX in arms,
         slo_ms=None if given.slo is None else tuple(given.slo),
         busy_share=given.busy,
     )

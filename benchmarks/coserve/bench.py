@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.coserve.activation import Activations
-from benchmarks.coserve.arms import NO_VERDICT, SETTINGS, Arm
+from benchmarks.coserve.arms import IN_ROUNDS, NO_VERDICT, SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialLog
-from benchmarks.coserve.figures import Facts, figures
+from benchmarks.coserve.figures import Facts, figures, proving_figures
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.preparation import Preparation
 from benchmarks.coserve.reclaim import closings
@@ -21,7 +21,13 @@ from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.round_log import Plan, RoundLog
 from benchmarks.coserve.rounds import ArmSlice, Runner
-from benchmarks.coserve.run_length import FULL, SHORT, RunLength
+from benchmarks.coserve.run_length import (
+    FULL,
+    PROVING_SLICE_S,
+    PROVING_SLICES_MAX,
+    SHORT,
+    RunLength,
+)
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import full_kv, long_prompts
 from benchmarks.testbed.excerpt import Excerpt, mean_rate
@@ -39,7 +45,9 @@ from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, url
 from benchmarks.testbed.trace import Trace
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse, pulse_page
+from harvester.contracts.wire.leases import SlotOffer
 from scheduler.gateway.capacity.agent_client import AgentClient
 
 _FIRST_RATE = 3.0
@@ -51,6 +59,7 @@ def length_of(given: argparse.Namespace) -> RunLength:
         length,
         slice_s=given.slice or length.slice_s,
         seconds=length.seconds if given.seconds is None else given.seconds,
+        proves=length.proves and not given.new_slot,
         within_s=min(length.within_s, 60.0 * given.minutes),
     )
 
@@ -185,6 +194,8 @@ class Bench:
                 f"{cycle} rounds would be a cycle of balanced orders: verdicts stay open"
             )
         self.log.begin(Plan(sizes=self.load.sizes, rate=self.load.rate, level=runner.level))
+        if self.log.settings.proven and not await self._proves(runner):
+            return {}
         rounds_s: list[float] = []
         found = self._figures(runner.level, excerpts) if self.log.rounds else {}
         order = interleaved(self.log.settings.arms, self.rounds, first=len(self.log.rounds))
@@ -210,6 +221,27 @@ class Bench:
         await runner.instruct(SETTINGS[Arm.ROSEMUX])
         return found
 
+    async def _proves(self, runner: Runner) -> bool:
+        """Serve the guest as shipped until its slot has proven itself: a new one is withheld more
+        often. False where the run's time is over before. Raises ConfigError if it does not."""
+        excerpts = self.load.excerpts(PROVING_SLICE_S, count=PROVING_SLICES_MAX)
+        await runner.instruct(IN_ROUNDS[Arm.ROSEMUX])
+        while (left_s := (offer := await self._offer()).proving_left_s) > 0:
+            number = len(self.log.proving)
+            if number == PROVING_SLICES_MAX:
+                raise ConfigError(f"the slot lacks {left_s:.0f} s of its proof: {offer.reason}")
+            if not self._fits("the slot's proof", 2 * PROVING_SLICE_S):
+                return False
+            self.on_progress(f"{left_s:.0f} s until the slot has proven itself")
+            self.requests.clear()
+            done = await runner.run(Arm.ROSEMUX, number, excerpts[number])
+            self.log.prove(done, self.requests)
+        return True
+
+    async def _offer(self) -> SlotOffer:
+        (offer,) = (await self.lease.agent.offers()).slots
+        return offer
+
     def _figures(self, level: ServiceLevel, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
         facts = Facts(
             trace=self.load.trace.name,
@@ -218,7 +250,8 @@ class Bench:
             arms=self.log.settings.arms,
         )
         pieces = [msgspec.to_builtins(piece) for piece in self.log.pieces]
-        return figures(self.log.requests, self.log.slices, facts) | {"pieces": pieces}
+        found = figures(self.log.requests, self.log.slices, facts) | {"pieces": pieces}
+        return found | proving_figures(self.log.proving, self.log.slices, facts)
 
     async def _reclaim(self, runner: Runner, excerpts: tuple[Excerpt, ...]) -> dict[str, Any]:
         self.on_progress("the grant closed under load")

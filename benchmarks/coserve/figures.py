@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.coserve.arms import BESIDE, IN_ROUNDS, Arm, baseline
 from benchmarks.coserve.blocking import percentile_of
 from benchmarks.coserve.goals import STEPS_MET_MAX, verdicts
-from benchmarks.coserve.residual import residual_figures
+from benchmarks.coserve.residual import residual_figures, share
+from benchmarks.coserve.round_log import ProvingSlice
 from benchmarks.coserve.rounds import ArmSlice, slower_by_round
 from benchmarks.testbed.interleaving import cycle_rounds
 from benchmarks.testbed.latencies import ArmLatencies, itl_of, ttft_of
@@ -81,6 +82,26 @@ def figures(
         fewest = min(arms[arm]["requests"] for arm in serving)
         result["verdicts"] = verdicts(result, requests=fewest)
     return result
+
+
+def proving_figures(
+    proving: Sequence[ProvingSlice], slices: Sequence[ArmSlice], facts: Facts
+) -> dict[str, Any]:
+    """Figures of the time in which the slot proved itself; production's core share and the guest's
+    pace alone are those of the rounds."""
+    requests = [each for one in proving for each in one.requests]
+    level = facts.level
+    missed = sum(not attains(x, ttft_s=level.ttft_s, itl_s=level.itl_s) for x in requests)
+    new = [one.measured for one in proving]
+    others = [each for each in slices if each.arm is not Arm.ROSEMUX]
+    return {
+        "proving": {
+            "seconds": sum(each.seconds for each in new),
+            "requests": len(requests),
+            "slo_attainment": 1.0 - missed / len(requests) if requests else None,
+            "residual_share": share((*new, *others), Arm.ROSEMUX, baseline(facts.arms)),
+        }
+    }
 
 
 def _arm(given: ArmRequests, level: ServiceLevel) -> dict[str, Any]:

@@ -31,25 +31,25 @@ def residual_figures(slices: Sequence[ArmSlice], arm: Arm, *, base: Arm) -> dict
 
     def share_of(kept: NDArray[np.bool_]) -> float | None:
         chosen = [each for place in np.flatnonzero(kept) for each in by_round[place]]
-        return _share(chosen, arm, base)
+        return share(chosen, arm, base)
 
-    share = share_of(np.ones(len(rounds), dtype=bool))
-    time_share = _share(slices, arm, base, lambda each: each.guest_core_s)
+    whole = share_of(np.ones(len(rounds), dtype=bool))
+    time_share = share(slices, arm, base, lambda each: each.guest_core_s)
     speeds = [slower_by_round(slices, each, Arm.ROLLOUTS) for each in (arm, base)]
     known = all(number in slower for slower in speeds for number in rounds)
     columns = np.array([[slower[each] for slower in speeds] for each in rounds] if known else ())
     found = jackknife_ratio(len(rounds), share_of, columns)
     return {
         # A share that is no positive number has no logarithm.
-        "residual_share": share if found.ratio is None else found.ratio,
+        "residual_share": whole if found.ratio is None else found.ratio,
         "residual_interval": found.interval,
         "time_share": time_share,
-        "pace_ratio": None if share is None or not time_share else share / time_share,
+        "pace_ratio": None if whole is None or not time_share else whole / time_share,
         "nothing_in_flight_share": _rate(slices, arm, lambda each: each.idle_s),
     }
 
 
-def _share(
+def share(
     slices: Sequence[ArmSlice], arm: Arm, base: Arm, of: Amount = lambda each: each.guest_tokens
 ) -> float | None:
     """Guest's rate of `of` beside production, over its rate alone times the core share left."""

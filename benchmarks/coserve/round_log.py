@@ -32,6 +32,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     arms: tuple[Arm, ...]
     slo_ms: tuple[float, float] | None = None
     """TTFT and ITL; None lets the first piece choose it before its first round."""
+    proven: bool = False
+    """Whether the slot proves itself before the first round."""
     busy_share: float = TARGET_BUSY_SHARE
     """Busy share of production alone at which the replay aims."""
 
@@ -53,11 +55,21 @@ class RunPiece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     """UTC time, as ISO 8601."""
 
 
+class ProvingSlice(msgspec.Struct, frozen=True, kw_only=True, tag="proving"):
+    """A part of the time in which the slot proved itself, before the first round."""
+
+    measured: ArmSlice
+    requests: tuple[ProductionRequest, ...]
+
+
 class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     number: int
     slices: tuple[ArmSlice, ...]
     """In the order in which the arms ran."""
     requests: tuple[ProductionRequest, ...]
+
+
+_Line = RunPiece | ProvingSlice | MeasuredRound
 
 
 @dataclass(slots=True)
@@ -66,6 +78,7 @@ class RoundLog:
     settings: RunSettings
     origin: Origin
     pieces: list[RunPiece] = field(default_factory=list)
+    proving: list[ProvingSlice] = field(default_factory=list)
     rounds: list[MeasuredRound] = field(default_factory=list)
 
     def resume(self) -> None:
@@ -75,10 +88,11 @@ class RoundLog:
         # A line without its end is a round that was being written when its run was killed.
         whole = self.file.read_bytes().rpartition(b"\n")[0]
         try:
-            lines = msgspec.json.Decoder(RunPiece | MeasuredRound).decode_lines(whole)
+            lines = msgspec.json.Decoder(_Line).decode_lines(whole)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self.file} holds no rounds of this version: {error}") from error
         self.pieces = [line for line in lines if isinstance(line, RunPiece)]
+        self.proving = [line for line in lines if isinstance(line, ProvingSlice)]
         self.rounds = [line for line in lines if isinstance(line, MeasuredRound)]
         if [each.number for each in self.rounds] != list(range(len(self.rounds))):
             raise ConfigError(f"{self.file} lacks rounds: take another --json")
@@ -111,6 +125,10 @@ class RoundLog:
         self.pieces.append(piece)
         self._write(piece)
 
+    def prove(self, measured: ArmSlice, requests: Sequence[ProductionRequest]) -> None:
+        self.proving.append(ProvingSlice(measured=measured, requests=tuple(requests)))
+        self._write(self.proving[-1])
+
     def add(self, slices: Sequence[ArmSlice], requests: Sequence[ProductionRequest]) -> None:
         measured = MeasuredRound(
             number=len(self.rounds), slices=tuple(slices), requests=tuple(requests)
@@ -126,7 +144,7 @@ class RoundLog:
     def requests(self) -> list[ProductionRequest]:
         return [each for measured in self.rounds for each in measured.requests]
 
-    def _write(self, line: RunPiece | MeasuredRound) -> None:
+    def _write(self, line: _Line) -> None:
         with self.file.open("ab") as lines:
             lines.write(msgspec.json.encode(line) + b"\n")
 

@@ -4,6 +4,10 @@ on a machine that is lent."""
 import math
 from dataclasses import dataclass
 
+PROVING_SLICE_S = 60.0
+PROVING_SLICES_MAX = 60
+"""Twice the half hour that a new slot has to prove itself in."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
@@ -11,6 +15,8 @@ class RunLength:
     """Default measured seconds of each arm."""
     slice_s: float = 20.0
     """Length of one arm in one round."""
+    proves: bool = True
+    """Whether the slot proves itself before the rounds, for half an hour."""
     preparation_s: float = 15.0
     """Length of each of the three replays before the first round."""
     shrinks: int = 30
@@ -35,6 +41,7 @@ FULL = RunLength()
 SHORT = RunLength(
     seconds=30.0,
     slice_s=10.0,
+    proves=False,
     preparation_s=10.0,
     shrinks=8,
     activations=4,

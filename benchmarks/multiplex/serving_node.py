@@ -74,7 +74,7 @@ class ServingNode:
 
     def start(self) -> None:
         self.slot.start_engines()
-        self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+        self.slot.start_agent(self.slot.proven(FIRST_LEVEL))
 
     async def answers(
         self, session: aiohttp.ClientSession, on_progress: Callable[[str], None]
@@ -111,7 +111,7 @@ class ServingNode:
             target=BUSY_SHARE,
         )
         self.excerpt = self._excerpted(rate, _EXCERPT_S)
-        self.slot.instruct(self.slot.policy(choose_slo(seen).level))
+        self.slot.instruct(self.slot.proven(choose_slo(seen).level))
 
     @asynccontextmanager
     async def replaying(self, run: Run) -> AsyncIterator[None]:
@@ -150,7 +150,7 @@ class ServingNode:
         is not the guest's fault, so the agent must not stop for it."""
         seen = [each for each in self.requests if each.arm == MultiplexArm.SERVING]
         if seen:
-            self.slot.instruct(self.slot.policy(choose_slo(seen).level))
+            self.slot.instruct(self.slot.proven(choose_slo(seen).level))
 
     def _excerpted(self, rate: float, seconds: float) -> Excerpt:
         (excerpt,) = excerpts_of(self._trace, count=1, duration_s=seconds, rate=rate)

@@ -240,18 +240,17 @@ class ServingSlot:
         os.kill(self.parts.running[AGENT].process.pid, signal.SIGHUP)
 
     def policy(self, level: ServiceLevel) -> dict[str, Any]:
-        """Nothing but the SLO over the shipped defaults; the slot has proven itself: minutes are
-        measured, not its first half hour."""
-        return {
-            "ttft_slo_s": level.ttft_s,
-            "itl_slo_s": level.itl_s,
-            "proof": {"proving_s": 0.0},
-        }
+        """Nothing but the SLO over the shipped defaults."""
+        return {"ttft_slo_s": level.ttft_s, "itl_slo_s": level.itl_s}
+
+    def proven(self, level: ServiceLevel) -> dict[str, Any]:
+        """As if the slot had proven itself: minutes are measured, not its first half hour."""
+        return {**self.policy(level), "proof": {"proving_s": 0.0}}
 
     def experiment(self, level: ServiceLevel) -> dict[str, Any]:
         """Settings that rules of others are put over, and which keep no error budget."""
         return {
-            **self.policy(level),
+            **self.proven(level),
             "blocking_ratio": self.isolation.blocking_ratio,
             "budget": {"enforced": False},
         }

@@ -105,7 +105,7 @@ class Stack:
 
     def start_services(self, level: ServiceLevel) -> None:
         """The node agent and the gateway with its scheduler."""
-        self.slot.start_agent(self.slot.policy(level))
+        self.slot.start_agent(self.slot.proven(level))
         config = self.paths.run / "gateway.yaml"
         config.write_text(yaml.safe_dump(self._gateway_config()))
         self.parts.service(GATEWAY, "gateway", "--config", str(config), core=ROLLOUT_CORE)
@@ -116,7 +116,7 @@ class Stack:
 
     def promise(self, level: ServiceLevel) -> None:
         """Tell the agent production's SLO."""
-        self.slot.instruct(self.slot.policy(level))
+        self.slot.instruct(self.slot.proven(level))
 
     def start_trainer(self, arm: DemoArm) -> Child:
         name = f"trainer-{JOBS[arm]}"

@@ -272,7 +272,7 @@ class Slot:
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
-        settings = self.policy.settings
+        settings, proof = self.policy.settings, self.policy.guards.proof
         headroom, now_ns = self.exposition.headroom, monotonic_ns()
         headroom_ratio, headroom_age_s = headroom.least(settings, now_ns=now_ns)
         return SlotOffer(
@@ -304,6 +304,8 @@ class Slot:
             stop=self._stop,
             forecasts=self.forecasts(),
             unready=self.unready,
+            withheld_ratio=proof.withheld_share,
+            proving_left_s=proof.proving_left_s,
         )
 
     def _budget_report(self, *, leased: bool) -> BudgetReport | None:

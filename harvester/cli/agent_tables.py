@@ -9,6 +9,8 @@ from harvester.contracts.wire.leases import SlotOffer, SlotOffers
 
 _SILENT_DISCOVERY_S = 300.0
 """Bound of the alert RoseMuxDiscoverySilent."""
+_SUSPECTED_RATIO = 0.5
+"""Least share that the proof withholds while it suspects harm."""
 _NAMES = ("slot", "lease", "service", "model", "url", "guard")
 _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "known", "charged")
 
@@ -38,6 +40,16 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} lends {offer.lending.summary}"
+        if offer.proving_left_s > 0:
+            yield (
+                f"Slot {offer.slot} has {offer.proving_left_s / 60:.0f} min of leases to prove "
+                f"itself, of which {offer.withheld_ratio:.0%} are withheld"
+            )
+        elif offer.withheld_ratio >= _SUSPECTED_RATIO:
+            yield (
+                f"Slot {offer.slot} withholds {offer.withheld_ratio:.0%} of its time until a "
+                "suspicion of harm is settled"
+            )
         if offer.reason and offer.reason != _fault(offer):
             yield f"Slot {offer.slot}: {offer.reason}"
     for stop in offers.stops:

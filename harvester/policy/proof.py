@@ -90,6 +90,13 @@ class Proof:
         slices = self.state.slices
         return slices[-1].share if slices else 0.0
 
+    @property
+    def proving_left_s(self) -> float:
+        """Time in slices that count until the slot has proven itself."""
+        settings = self._settings
+        left_s = settings.proving_s - self.state.judged_s
+        return max(0.0, left_s) if settings.share_ratio > 0 else 0.0
+
     def impact(self) -> dict[str, Impact | None]:
         state, settings = self.state, self._settings
         return {"ttft": state.ttft.impact(settings), "itl": state.itl.impact(settings)}
@@ -216,7 +223,7 @@ class Proof:
 
     @property
     def _newcomer(self) -> bool:
-        return self.state.judged_s < self._settings.proving_s
+        return self.proving_left_s > 0
 
     @property
     def _suspicion(self) -> float:

@@ -102,7 +102,7 @@ REHEARSED = Sizes(
     requests_per_s=40.0,
     slice_s=1.0,  # in half a second a guest on a full machine may make no step
     rounds=1,
-    openings=3,
+    openings=12,
     arrivals_s=1.0,
     arrivals_per_s=20.0,
 )

@@ -112,6 +112,10 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Sorted by horizon; a horizon of which too little is known is missing."""
     unready: str = ""
     """Why it could not lend, whatever is ordered; "" if it could. `/readyz` is 503 meanwhile."""
+    withheld_ratio: float = 0.0
+    """Share of time that the proof withholds from the guest, as of the present slice."""
+    proving_left_s: float = 0.0
+    """Leased time until the slot has proven itself and less is withheld; 0 once it has."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
             b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
-            b'"forecasts":[],"unready":""}],'
+            b'"forecasts":[],"unready":"","withheld_ratio":0.0,"proving_left_s":0.0}],'
             b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0,'
             b'"audit_fault":""}'
         ),

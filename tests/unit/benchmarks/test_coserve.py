@@ -20,9 +20,10 @@ from benchmarks.coserve.arms import (
     baseline,
 )
 from benchmarks.coserve.blocking import StepWatch, blocking_histogram, percentile_of
-from benchmarks.coserve.figures import Facts, figures
+from benchmarks.coserve.figures import Facts, figures, proving_figures
 from benchmarks.coserve.goals import GoalVerdict, verdicts
 from benchmarks.coserve.residual import residual_figures
+from benchmarks.coserve.round_log import ProvingSlice
 from benchmarks.coserve.rounds import ArmSlice
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import CpuHardware, HardwareKind
@@ -122,6 +123,24 @@ def test_a_slow_guest_differs_from_a_waiting_one() -> None:
     waits = residual_figures(halved, Arm.GATE_ONLY, base=Arm.AWAKE)
     assert (waits["time_share"], waits["pace_ratio"]) == pytest.approx((0.5, 1.0))
     assert waits["residual_share"] == pytest.approx(0.5)
+
+
+def test_the_time_of_the_proof_has_figures_of_its_own() -> None:
+    slices = slices_of(SPEEDS, busy=0.5)
+    (one, *_) = [each for each in slices if each.arm is Arm.ROSEMUX]
+    halved = msgspec.structs.replace(one, guest_tokens=one.guest_tokens // 2)
+    late, in_time = (request_of(ttft_s=ttft_s) for ttft_s in (1.0, 0.1))
+    proving = [ProvingSlice(measured=halved, requests=(late, in_time, in_time, in_time))]
+    found = proving_figures(proving, slices, FACTS)["proving"]
+    after = residual_figures(slices, Arm.ROSEMUX, base=Arm.AWAKE)["residual_share"]
+    assert found["residual_share"] == pytest.approx(after / 2, rel=1e-3)
+    assert (found["seconds"], found["requests"]) == (SECONDS, 4)
+    assert found["slo_attainment"] == 0.75
+    assert proving_figures((), slices, FACTS)["proving"]["residual_share"] is None
+
+
+def request_of(*, ttft_s: float) -> ProductionRequest:
+    return msgspec.structs.replace(requests_of(Arm.ROSEMUX)[0], ttft_s=ttft_s)
 
 
 def test_the_residual_share_has_the_spread_of_its_rounds() -> None:
@@ -414,7 +433,7 @@ def slot_in(folder: Path) -> ServingSlot:
     )
 
 
-def test_the_shipped_agent_has_every_default_but_the_slo_and_a_first_half_hour_that_is_over(
+def test_the_shipped_agent_has_every_default_but_the_slo(
     tmp_path: Path,
 ) -> None:
     slot = slot_in(tmp_path)
@@ -423,12 +442,8 @@ def test_the_shipped_agent_has_every_default_but_the_slo_and_a_first_half_hour_t
     assert not config.unsafe_experiments
     settings = config.slots[0].policy
     shipped = SlotSettings()
-    assert settings.budget == shipped.budget
     assert settings.budget.enforced
-    assert replace(settings, proof=shipped.proof) == replace(
-        shipped, ttft_slo_s=LEVEL.ttft_s, itl_slo_s=LEVEL.itl_s
-    )
-    assert replace(settings.proof, proving_s=shipped.proof.proving_s) == shipped.proof
+    assert settings == replace(shipped, ttft_slo_s=LEVEL.ttft_s, itl_slo_s=LEVEL.itl_s)
     assert [arm for arm in Arm if IN_ROUNDS[arm].shipped] == [*UNMIXED, Arm.ROSEMUX]
     assert not any(IN_ROUNDS[arm].policy for arm in Arm if IN_ROUNDS[arm].shipped)
 

@@ -84,6 +84,16 @@ def test_a_resumed_run_has_all_rounds_and_the_load_and_slo_of_the_first_piece(
     assert len(again.pieces) == 2
 
 
+def test_a_resumed_run_goes_on_with_the_proof_that_its_slot_began(tmp_path: Path) -> None:
+    log = log_in(tmp_path, proven=True)
+    log.begin(PLAN)
+    log.prove(SLICE, [REQUEST])
+    again = log_in(tmp_path, proven=True)
+    again.resume()
+    assert again.proving == log.proving
+    assert (again.rounds, again.slices, again.requests) == ([], [], [])
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -19,12 +19,13 @@ from benchmarks.coserve.bench import Bench
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.figures import Facts
 from benchmarks.coserve.rounds import ArmSlice, Runner
-from benchmarks.coserve.run_length import SHORT
+from benchmarks.coserve.run_length import PROVING_SLICE_S, SHORT
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.excerpt import Excerpt
 from benchmarks.testbed.hardware import CpuHardware
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import ServingSlot
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 
 ARM_S = 10.0
@@ -40,6 +41,8 @@ class CountedRunner:
     folder: Path | None = None
     kept_at_starts: list[int | None] = field(default_factory=list)
     """Rounds in the file when each round began."""
+    shipped: bool = True
+    """Whether the agent in force is the shipped one."""
 
     def now(self) -> float:
         return self.now_s
@@ -65,7 +68,7 @@ class CountedRunner:
         )
 
     async def instruct(self, setting: Setting) -> None:
-        assert not setting.shipped, "other parts have rules of their own"
+        self.shipped = setting.shipped
 
 
 def bench_in(
@@ -95,6 +98,7 @@ def bench_in(
         "failsafe": 0,
         "failsafe_file": None,
         "seed": 1,
+        "new_slot": True,
     }
     namespace = argparse.Namespace(short="--short" in arguments, **(asked | given))
     log = round_log(namespace, trace, slot.hardware)
@@ -128,6 +132,7 @@ def rounds_run(
     excerpts = bench.load.excerpts(bench.length.slice_s, count=bench.rounds)
     found = asyncio.run(bench._rounds(cast(Runner, runner), excerpts))
     assert found["rate"] > 0.0
+    assert not runner.shipped, "other parts have rules of their own"
     return runner
 
 
@@ -155,6 +160,45 @@ def test_each_round_is_kept_before_the_next_one_begins(
     runner = rounds_run(tmp_path, monkeypatch, started_s=220.0, arguments=["--short"])
     assert runner.kept_at_starts == [None, 1, 2]
     assert kept_in(tmp_path)["rounds"] == 3
+
+
+class ProvingAgent:
+    """An agent whose slot counts the half of each slice."""
+
+    def __init__(self, runner: CountedRunner, *, proving_s: float) -> None:
+        self.runner, self.proving_s = runner, proving_s
+
+    async def offers(self) -> SimpleNamespace:
+        left_s = max(0.0, self.proving_s - 0.5 * PROVING_SLICE_S * len(self.runner.done))
+        return SimpleNamespace(slots=(SimpleNamespace(proving_left_s=left_s, reason="r"),))
+
+
+def proving_bench(folder: Path, *, proving_s: float, **given: Any) -> tuple[Bench, CountedRunner]:
+    runner = CountedRunner()
+    bench = bench_in(folder, runner, (), new_slot=False, **given)
+    agent = ProvingAgent(runner, proving_s=proving_s)
+    bench.lease = cast(Any, SimpleNamespace(agent=agent))
+    return bench, runner
+
+
+def test_rosemux_alone_runs_until_the_slot_has_proven_itself(tmp_path: Path) -> None:
+    bench, runner = proving_bench(tmp_path, proving_s=3 * PROVING_SLICE_S)
+    assert bench.log.settings.proven
+    assert asyncio.run(bench._proves(cast(Runner, runner)))
+    assert runner.shipped
+    assert runner.done == [(Arm.ROSEMUX, number) for number in range(6)]
+    assert len(bench.log.proving) == 6
+
+
+def test_a_proof_without_an_end_is_an_error_and_one_that_is_too_late_ends_the_piece(
+    tmp_path: Path,
+) -> None:
+    bench, runner = proving_bench(tmp_path, proving_s=1e6)
+    with pytest.raises(ConfigError, match="lacks"):
+        asyncio.run(bench._proves(cast(Runner, runner)))
+    late, runner = proving_bench(tmp_path, proving_s=1e6, minutes=1.0)
+    assert not asyncio.run(late._proves(cast(Runner, runner)))
+    assert not late.log.proving
 
 
 class CountedTrials:

@@ -1,5 +1,6 @@
 """An agent's tables on a terminal of 80 columns."""
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -101,3 +102,31 @@ def test_long_texts_are_sentences() -> None:
     assert found[-3] == "Discovery has been silent for 400 s: slots stay as they were"
     assert found[-2].endswith("the agent's log has its events: No space left on device")
     assert found[-1] == "The agent needs a restart for http.port"
+
+
+@pytest.mark.parametrize(
+    ("withheld_ratio", "proving_left_s", "sentence"),
+    [
+        (
+            0.25,
+            900.0,
+            "Slot a has 15 min of leases to prove itself, of which 25% are withheld",
+        ),
+        (0.5, 0.0, "Slot a withholds 50% of its time until a suspicion of harm is settled"),
+        (0.05, 0.0, None),
+    ],
+)
+def test_more_withheld_time_than_the_usual_share_has_a_sentence(
+    withheld_ratio: float, proving_left_s: float, sentence: str | None
+) -> None:
+    known = offers(1)
+    slot = msgspec.structs.replace(
+        known.slots[0],
+        slot=SlotId("a"),
+        reason="",
+        lending=Lending(),
+        withheld_ratio=withheld_ratio,
+        proving_left_s=proving_left_s,
+    )
+    found = list(agent_sentences(SlotOffers(node=known.node, slots=(slot,))))
+    assert found == ([sentence] if sentence else [])

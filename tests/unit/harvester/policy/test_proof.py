@@ -65,7 +65,9 @@ def test_withholds_more_while_little_is_known() -> None:
     proof, settings = make(), ProofSettings()
     serve(proof, granted=lognormal(0.1, 0.3), alone=lognormal(0.1, 0.3), minutes=10)
     assert proof.state.slices[-1].share >= settings.proving_share_ratio
+    assert 0 < proof.proving_left_s < settings.proving_s
     proof.state.judged_s = settings.proving_s
+    assert proof.proving_left_s == 0
     serve(proof, granted=lognormal(0.1, 0.3), alone=lognormal(0.1, 0.3), minutes=1)
     assert proof.state.slices[-1].share in (settings.share_ratio, 0.5)
 
