@@ -5,29 +5,22 @@ The slack law acts before each of the guest's steps; the guards judge production
 
 from collections.abc import Callable
 
-import msgspec
-
 from harvester.contracts.served import NONE_SERVED, Served
 from harvester.contracts.wire.leases import GuardReading
-from harvester.policy.budget import BURN_WINDOWS, BudgetState, ErrorBudget
-from harvester.policy.level import Level, LevelState, MissState, MissWindow
+from harvester.policy.budget import BURN_WINDOWS, ErrorBudget
+from harvester.policy.durable import KeptMemory
+from harvester.policy.level import Level, MissWindow
 from harvester.policy.production import ProductionView
-from harvester.policy.proof import Proof, ProofState
+from harvester.policy.proof import Proof
 from harvester.policy.sample import NO_LEASE, LeaseView
 from harvester.policy.settings import SlotSettings
 
 
-class GuardMemory(msgspec.Struct, kw_only=True):
-    step_level: LevelState = msgspec.field(default_factory=LevelState)
-    misses: MissState = msgspec.field(default_factory=MissState)
-    """Late first tokens."""
-    itl_misses: MissState = msgspec.field(default_factory=MissState)
+class GuardMemory(KeptMemory, kw_only=True):
     served: Served = Served()
     """Requests served since the agent's run began."""
     unanswered: float = 0.0
     """Requests that ended without a first token before their SLO, since then."""
-    budget: BudgetState = msgspec.field(default_factory=BudgetState)
-    proof: ProofState = msgspec.field(default_factory=ProofState)
 
 
 class Guards:

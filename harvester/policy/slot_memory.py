@@ -2,12 +2,9 @@
 
 import msgspec
 
-from harvester.policy.blocking import BlockingState
-from harvester.policy.durable import DurableState
-from harvester.policy.evictions import EvictionState
+from harvester.policy.durable import DurableState, KeptMemory
 from harvester.policy.guards import GuardMemory
 from harvester.policy.guest_watch import GuestState
-from harvester.policy.level import LevelState
 from harvester.policy.production import WatchState
 from harvester.policy.reclaim import ReclaimState
 from harvester.policy.states import Condition, State
@@ -18,19 +15,12 @@ class SlotMemory(GuardMemory, kw_only=True):
     condition: Condition = Condition.UNLEARNED
     reason: str = "starting"
     since_s: float | None = None
-    breached_at_s: float | None = msgspec.field(default=None, name="danger_at_s")
-    quarantine: str = ""
     watch: WatchState = msgspec.field(default_factory=WatchState)
-    kv_level: LevelState = msgspec.field(default_factory=LevelState)
-    life: str = ""
-    run: int = 0
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
-    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     empty_since_s: float | None = None
     """Time since which a held guest has had no request."""
-    blocking: BlockingState = msgspec.field(default_factory=BlockingState)
 
     @classmethod
     def resumed(cls, left: DurableState, *, now: float) -> "SlotMemory":
@@ -40,9 +30,9 @@ class SlotMemory(GuardMemory, kw_only=True):
             crashes_s=left.production_crashes_s,
             stopped=left.guest_stopped,
         )
-        kept = {name: getattr(left, name) for name in _DURABLE} | {"breached_at_s": now}
+        kept = {name: getattr(left, name) for name in KeptMemory.__struct_fields__}
         memory = cls(guest=guest, **kept)
-        memory.budget.limit = None
+        memory.breached_at_s, memory.budget.limit = now, None
         return memory
 
     def durable(self) -> DurableState:
@@ -51,7 +41,7 @@ class SlotMemory(GuardMemory, kw_only=True):
             guest_losses_s=self.guest.losses_s,
             production_crashes_s=self.guest.crashes_s,
             guest_stopped=self.guest.stopped,
-            **{name: getattr(self, name) for name in _DURABLE},
+            **{name: getattr(self, name) for name in KeptMemory.__struct_fields__},
         )
 
     @property
@@ -65,6 +55,3 @@ class SlotMemory(GuardMemory, kw_only=True):
             *self.guest.crashes_s,
             self.guest.stopped,
         )
-
-
-_DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__struct_fields__)
