@@ -20,9 +20,8 @@ from coserve.guest.isolation import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
-from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_engine import GuestEngine, run_with_restarts
 from harvester.agent.guest_lock import GuestLock
-from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.audit_command import printable
 from harvester.cli.guest_checks import Check, checks, outlook, refuse_bad, supported_vllm
