@@ -116,7 +116,10 @@ class Slot:
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
         leases.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
-        self._mps = None if slot.mps is None else MpsWatch.by_consent(slot.mps)
+        self._mps = None
+        if slot.mps is not None:
+            _log.warning("mps by consent: a fault of the guest ends production as well")
+            self._mps = MpsWatch(slot.mps.daemon, look_s=slot.mps.look_s)
         self._guest = GuestProcesses(
             directory.path / PageName.GUEST,
             memo=config.file_of(slot, "lifted"),

@@ -1,23 +1,29 @@
-"""State of a slot's policy that must outlive its process, and its move to another clock.
+"""A slot policy's memory, from which a journal's file replays; the part of it that outlives the
+process, and that part's move to another clock.
 
-All of it restrains harvesting, except the forecast's seasons. Pulses, the guest's page and leases
-are not kept: they are read again within a beat. Times are monotonic seconds, which do not compare
-between boots; a wall clock could be set. Time without an agent therefore does not count: no stop
-ends and no miss ages meanwhile.
+All of that part restrains harvesting, except the forecast's seasons. Pulses, the guest's page and
+leases are not kept: they are read again within a beat. Times are monotonic seconds, which do not
+compare between boots; a wall clock could be set. Time without an agent therefore does not count: no
+stop ends and no miss ages meanwhile.
 """
 
 from typing import Any, TypeVar
 
 import msgspec
 
+from harvester.contracts.served import Served
 from harvester.policy.blocking import BlockingState
 from harvester.policy.budget import BudgetState, Ring
 from harvester.policy.evictions import EvictionState
 from harvester.policy.evictions import moved as moved_evictions
+from harvester.policy.guest_watch import GuestState
 from harvester.policy.idle_forecast import ForecastState
 from harvester.policy.level import LevelState, MissState
+from harvester.policy.production import WatchState
 from harvester.policy.proof import ProofState
 from harvester.policy.proof import moved as moved_proof
+from harvester.policy.reclaim import ReclaimState
+from harvester.policy.states import Condition, State
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -50,6 +56,60 @@ class DurableState(KeptMemory, kw_only=True):
     production_crashes_s: list[float] = []
     guest_stopped: bool = False
     forecast: ForecastState = msgspec.field(default_factory=ForecastState)
+
+
+class GuardMemory(KeptMemory, kw_only=True):
+    served: Served = Served()
+    """Requests served since the agent's run began."""
+    unanswered: float = 0.0
+    """Requests that ended without a first token before their SLO, since then."""
+
+
+class SlotMemory(GuardMemory, kw_only=True):
+    state: State = State.OFF
+    condition: Condition = Condition.UNLEARNED
+    reason: str = "starting"
+    since_s: float | None = None
+    watch: WatchState = msgspec.field(default_factory=WatchState)
+    reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
+    guest: GuestState = msgspec.field(default_factory=GuestState)
+    unleased_since_s: float | None = None
+    empty_since_s: float | None = None
+    """Time since which a held guest has had no request."""
+
+    @classmethod
+    def resumed(cls, left: DurableState, *, now: float) -> "SlotMemory":
+        """An earlier process's durable state; its times are in this process's clock."""
+        guest = GuestState(
+            losses_s=left.guest_losses_s,
+            crashes_s=left.production_crashes_s,
+            stopped=left.guest_stopped,
+        )
+        kept = {name: getattr(left, name) for name in KeptMemory.__struct_fields__}
+        memory = cls(guest=guest, **kept)
+        memory.breached_at_s, memory.budget.limit = now, None
+        return memory
+
+    def durable(self) -> DurableState:
+        """The part that must survive this process."""
+        return DurableState(
+            guest_losses_s=self.guest.losses_s,
+            production_crashes_s=self.guest.crashes_s,
+            guest_stopped=self.guest.stopped,
+            **{name: getattr(self, name) for name in KeptMemory.__struct_fields__},
+        )
+
+    @property
+    def verdicts(self) -> tuple[object, ...]:
+        """The verdicts that must survive this process; a change means they must be saved."""
+        return (
+            self.quarantine,
+            self.budget.stopped_at_s,
+            self.proof.stopped_at_s,
+            *self.guest.losses_s,
+            *self.guest.crashes_s,
+            self.guest.stopped,
+        )
 
 
 def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:

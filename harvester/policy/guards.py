@@ -8,19 +8,12 @@ from collections.abc import Callable
 from harvester.contracts.served import NONE_SERVED, Served
 from harvester.contracts.wire.leases import GuardReading
 from harvester.policy.budget import BURN_WINDOWS, ErrorBudget
-from harvester.policy.durable import KeptMemory
+from harvester.policy.durable import GuardMemory
 from harvester.policy.level import Level, MissWindow
 from harvester.policy.production import ProductionView
 from harvester.policy.proof import Proof
 from harvester.policy.sample import NO_LEASE, LeaseView
 from harvester.policy.settings import SlotSettings
-
-
-class GuardMemory(KeptMemory, kw_only=True):
-    served: Served = Served()
-    """Requests served since the agent's run began."""
-    unanswered: float = 0.0
-    """Requests that ended without a first token before their SLO, since then."""
 
 
 class Guards:

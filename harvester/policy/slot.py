@@ -17,7 +17,7 @@ from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import GuardReading, SlotState
 from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.blocking import Blocking
-from harvester.policy.durable import DurableState
+from harvester.policy.durable import DurableState, SlotMemory
 from harvester.policy.effects import Effect, Quarantine, WriteGrant
 from harvester.policy.evictions import EvictionWindow
 from harvester.policy.guards import Guards
@@ -28,7 +28,6 @@ from harvester.policy.production import ProductionView, ProductionWatch
 from harvester.policy.reclaim import Reclaim
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
-from harvester.policy.slot_memory import SlotMemory
 from harvester.policy.states import OUTCOMES, TRANSITIONS, Condition, State
 
 
