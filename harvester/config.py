@@ -187,7 +187,8 @@ class SlotConfig(FrozenSettings):
     @field_validator("metrics_url")
     @classmethod
     def _page_of_metrics(cls, url: str | None) -> str | None:
-        if url is not None and http_address(url) is None:
+        # urlsplit's `port` raises ValueError by itself for a malformed port.
+        if url is not None and (urlsplit(url).port == 0 or http_address(url) is None):
             raise ValueError("use a URL such as http://HOST:PORT/metrics")
         return url
 

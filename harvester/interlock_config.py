@@ -1,12 +1,12 @@
 """Configuration of the interlocks, and the words for orders to stop in a configuration file."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from harvester.contracts.wire.stops import KUEUE_WORDS, StopOrder, order_of
-from harvester.platform.blocking_peer import http_address
 from harvester.platform.tls import Credentials
 from harvester.platform.yaml_file import FrozenSettings
 from harvester.policy.interlocks import AcceleratorLimits, AlertMatcher
@@ -116,7 +116,9 @@ class InterlocksConfig(FrozenSettings):
 
 
 def _unfit_url(url: str) -> str:
-    if (page := http_address(url)) is None:
+    page = urlsplit(url)
+    # urlsplit's `port` raises ValueError by itself for a malformed port.
+    if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
         return "url: use http://HOST:PORT"
     if "@" in page.netloc:
         # Reasons of stops name the URL, in the log, the audit and the metrics.
