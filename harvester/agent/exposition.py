@@ -141,10 +141,7 @@ class SlotExposition:
         self._missing_lines = missing_total
 
     def refresh(
-        self,
-        policy: SlotPolicy,
-        seen_ns: dict[str, int],
-        forecasts: tuple[IdleForecast, ...] = (),
+        self, policy: SlotPolicy, seen_ns: dict[str, int], forecasts: tuple[IdleForecast, ...] = ()
     ) -> None:
         """Set the gauges that need no counting per beat. Called before every scrape."""
         settings, sample = policy.settings, self._last

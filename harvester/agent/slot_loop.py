@@ -121,9 +121,7 @@ class Slot:
             _log.warning("mps by consent: a fault of the guest ends production as well")
             self._mps = MpsWatch(slot.mps.daemon, look_s=slot.mps.look_s)
         self._guest = GuestProcesses(
-            directory.path / PageName.GUEST,
-            memo=config.file_of(slot, "lifted"),
-            mps=self._mps,
+            directory.path / PageName.GUEST, memo=config.file_of(slot, "lifted"), mps=self._mps
         )
         self._grant_page.make()
         # A page that was taken over has no epoch until this agent writes it; epochs must only rise.
@@ -297,11 +295,7 @@ class Slot:
         if not (self._stop or outcomes or self.fault or release):
             return sample
         return msgspec.structs.replace(
-            sample,
-            stop=self._stop,
-            outcomes=outcomes,
-            record_fault=self.fault,
-            release=release,
+            sample, stop=self._stop, outcomes=outcomes, record_fault=self.fault, release=release
         )
 
     @property
@@ -315,12 +309,7 @@ class Slot:
         return policy
 
     def reconfigure(
-        self,
-        slot: SlotConfig,
-        policy: SlotPolicy,
-        *,
-        restart_needed: tuple[str, ...],
-        now: float,
+        self, slot: SlotConfig, policy: SlotPolicy, *, restart_needed: tuple[str, ...], now: float
     ) -> None:
         self.policy, self.config = policy, slot
         settings = msgspec.to_builtins(policy.settings)
