@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from harvester.contracts.served import Served
-from harvester.policy.blocking import BlockingState
+from harvester.policy.blocking import Blocking
 from harvester.policy.budget import BudgetState, Ring
 from harvester.policy.evictions import EvictionState
 from harvester.policy.evictions import moved as moved_evictions
@@ -45,7 +45,7 @@ class KeptMemory(msgspec.Struct, kw_only=True):
     itl_misses: MissState = msgspec.field(default_factory=MissState)
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
     evictions: EvictionState = msgspec.field(default_factory=EvictionState)
-    blocking: BlockingState = msgspec.field(default_factory=BlockingState)
+    blocking: Blocking = msgspec.field(default_factory=Blocking)
     proof: ProofState = msgspec.field(default_factory=ProofState)
 
 
