@@ -50,7 +50,7 @@ class KeptMemory(msgspec.Struct, kw_only=True):
 
 
 class DurableState(KeptMemory, kw_only=True):
-    """With the parts of what the guest's watch and the forecaster know."""
+    """Kept memory, with the parts that the guest's watch and the forecaster have."""
 
     guest_losses_s: list[float] = []
     production_crashes_s: list[float] = []
