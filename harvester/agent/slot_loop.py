@@ -33,7 +33,6 @@ from harvester.contracts.page import (
     PageName,
     PageOwners,
 )
-from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
 from harvester.policy.effects import (
@@ -324,6 +323,13 @@ class Slot:
         settings = self.policy.settings
         headroom, now_ns = self.exposition.headroom, monotonic_ns()
         headroom_ratio, headroom_age_s = headroom.least(settings, now_ns=now_ns)
+        budget = None
+        if self._record.run_saved:
+            # Not before: a scheduler takes lower counts of a run that it knows for late ones, until
+            # they exceed what that run had.
+            service = self.config.service or self.config.model or self.name
+            number = self._leases.allotted_number(self.name)
+            budget = self.policy.budget_report(service, number=number, leased=lease is not None)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -344,7 +350,7 @@ class Slot:
             lending=self._lending,
             headroom_ratio=headroom_ratio,
             headroom_age_s=headroom_age_s,
-            budget=self._budget_report(leased=lease is not None),
+            budget=budget,
             mode=settings.mode,
             slot_state=State.OFF if self.failed else self.policy.state,
             ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
@@ -353,17 +359,6 @@ class Slot:
             stop=self._stop,
             forecasts=self.forecasts(),
             unready=self.unready,
-        )
-
-    def _budget_report(self, *, leased: bool) -> BudgetReport | None:
-        """The slot's report; None before this run is on disk: a scheduler takes lower counts of a
-        run that it knows for late ones, until they exceed what that run had."""
-        if not self._record.run_saved:
-            return None
-        return self.policy.budget_report(
-            self.config.service or self.config.model or self.name,
-            number=self._leases.allotted_number(self.name),
-            leased=leased,
         )
 
     def close(self, *, now: float, wait: bool = True, records: bool = True) -> None:
