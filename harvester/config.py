@@ -19,6 +19,7 @@ from harvester.contracts.wire.stops import StopOrder
 from harvester.guest_config import GuestConfig
 from harvester.interlock_config import InterlocksConfig, StopWord
 from harvester.platform.bearer import is_loopback, read_tokens
+from harvester.platform.blocking_peer import http_address
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.nvml import Nvml
 from harvester.platform.tls import ServerTls, open_to_network
@@ -172,7 +173,7 @@ class SlotConfig(FrozenSettings):
     @model_validator(mode="after")
     def _guest_within_reach(self) -> "SlotConfig":
         for field in ("engine_url", "offered_url"):
-            if getattr(self, field) and not _is_base_url(getattr(self, field)):
+            if (url := getattr(self, field)) and http_address(url) is None:
                 raise ValueError(f"{field}: use http://HOST:PORT")
         host = urlsplit(self.engine_url).hostname
         if self.guest is not None and host is not None and not is_loopback(host):
@@ -186,11 +187,9 @@ class SlotConfig(FrozenSettings):
     @field_validator("metrics_url")
     @classmethod
     def _page_of_metrics(cls, url: str | None) -> str | None:
-        if url is not None:
-            page = urlsplit(url)
-            # urlsplit's `port` raises ValueError by itself for a malformed port.
-            if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
-                raise ValueError("use a URL such as http://HOST:PORT/metrics")
+        # urlsplit's `port` raises ValueError by itself for a malformed port.
+        if url is not None and (urlsplit(url).port == 0 or http_address(url) is None):
+            raise ValueError("use a URL such as http://HOST:PORT/metrics")
         return url
 
     @field_validator("pulses")
@@ -209,14 +208,6 @@ def _of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
         yield "guest.gpus", uuid
     for name in (*slot.kvcached.production, slot.kvcached.guest) if slot.kvcached else ():
         yield "kvcached", name
-
-
-def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # A port beyond 65535, half of a bracket.
-        return False
 
 
 class AgentConfig(FrozenSettings):

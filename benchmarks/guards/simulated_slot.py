@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from benchmarks.guards.random_requests import RandomRequests
 from benchmarks.guards.services import Service
 from benchmarks.guards.traced_engine import TracedEngine, TracedService
-from harvester.policy.guards import GuardMemory, Guards
+from harvester.policy.durable import GuardMemory
+from harvester.policy.guards import Guards
 from harvester.policy.production import ProductionView
 from harvester.policy.settings import ProofSettings, SlotSettings
 

@@ -4,25 +4,72 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
 from harvester.agent.node import RELOADER, NodeAgent
 from harvester.agent.slot_loop import Slot
-from harvester.agent.slots_watch import SlotsWatch
 from harvester.config_file import LoadedConfig, read_slots_file, with_slots
 from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import listen, serving, stop_event
+from harvester.platform.renewed import state_of
 from harvester.platform.systemd import BEATS, notify, watchdog_s
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _RETRY_S = 10.0
+_UNSEEN = "not looked at yet"
 _CONNECTIONS = 256
 """A few gateways and those who look; descriptors beyond belong to the beat."""
+
+
+class SlotsWatch:
+    """When to read the slots file: on a change, and again while it cannot be used."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.in_force = True
+        """Whether the file as it is now could be used."""
+        self._seen: tuple[int, int, int] | str | None = _UNSEEN
+        self._retry_at_s = 0.0
+        self._absent_at_s: float | None = None
+        self._fault = ""
+
+    def age_s(self, *, now: float, wall_s: float) -> float:
+        """Seconds since the file that was read last was written, or since it was seen absent."""
+        if isinstance(self._seen, tuple):
+            return max(0.0, wall_s - self._seen[1] * 1e-9)
+        return 0.0 if self._absent_at_s is None else now - self._absent_at_s
+
+    def due(self, *, now: float) -> bool:
+        """Whether to read the file now; `taken` or `failed` follows."""
+        if self.path is None:
+            return False
+        state = state_of(self.path)
+        if state == self._seen and (self.in_force or now < self._retry_at_s):
+            return False
+        if state != self._seen:
+            self._absent_at_s = now if state is None else None
+        # Before it is read: a file that changes meanwhile is read again.
+        self._seen, self._retry_at_s = state, now + _RETRY_S
+        return True
+
+    def read_again(self) -> None:
+        """Makes the file due, whatever was read last."""
+        self._seen = _UNSEEN
+
+    def taken(self) -> None:
+        """Records that the file was usable."""
+        self.in_force, self._fault = True, ""
+
+    def failed(self, fault: str) -> bool:
+        """Records that the file was not usable; returns whether the fault is new."""
+        new, self.in_force, self._fault = fault != self._fault, False, fault
+        return new
 
 
 class AgentProcess:

@@ -26,8 +26,9 @@ from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, 
 from harvester.policy.headroom import ProductionHeadroom
 from harvester.policy.idle_forecast import HORIZONS_S
 from harvester.policy.lease_table import SlotLease
-from harvester.policy.sample import GuestAction, MpsReading, SlotSample
+from harvester.policy.sample import GuestAction, SlotSample
 from harvester.policy.settings import AUTO, Mode
+from harvester.policy.slices import Impact
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
@@ -48,6 +49,10 @@ _ACTIONS = {
     KillGuest: GuestAction.KILL,
 }
 _ACTION_OUTCOMES = ("requested", "done", "failed")
+_UNKNOWN_FORECAST = IdleForecast(
+    horizon_s=math.nan, low_ratio=math.nan, median_ratio=math.nan, high_ratio=math.nan
+)
+_UNKNOWN_IMPACT = Impact(ratio=math.nan, low=math.nan, high=math.nan)
 _MPS_STATES = ("together", "apart", "fault", "silent")
 
 
@@ -136,10 +141,7 @@ class SlotExposition:
         self._missing_lines = missing_total
 
     def refresh(
-        self,
-        policy: SlotPolicy,
-        seen_ns: dict[str, int],
-        forecasts: tuple[IdleForecast, ...] = (),
+        self, policy: SlotPolicy, seen_ns: dict[str, int], forecasts: tuple[IdleForecast, ...] = ()
     ) -> None:
         """Set the gauges that need no counting per beat. Called before every scrape."""
         settings, sample = policy.settings, self._last
@@ -190,8 +192,8 @@ class SlotExposition:
             self._set("guard_limit", guard.limit, guard.guard)
             self._set("guard_binds", guard.binds, guard.guard)
         for slo, impact in policy.guards.proof.impact().items():
-            known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
-            bounds = dict(zip(("low", "mean", "high"), known, strict=True))
+            known = impact or _UNKNOWN_IMPACT
+            bounds = {"low": known.low, "mean": known.ratio, "high": known.high}
             self._set_each("impact_ratio", bounds, slo)
         for slo, (ratio, age_s) in self.headroom.of_slos(settings, now_ns=now_ns).items():
             self._set("slo_headroom_ratio", ratio, slo)
@@ -203,14 +205,9 @@ class SlotExposition:
     def _set_forecasts(self, forecasts: tuple[IdleForecast, ...]) -> None:
         known = {forecast.horizon_s: forecast for forecast in forecasts}
         for horizon_s in HORIZONS_S:
-            each = known.get(horizon_s)
-            quantiles = (
-                (math.nan,) * 3
-                if each is None
-                else (each.low_ratio, each.median_ratio, each.high_ratio)
-            )
-            by_name = dict(zip(("10", "50", "90"), quantiles, strict=True))
-            self._set_each("idle_forecast_ratio", by_name, f"{horizon_s:g}")
+            each = known.get(horizon_s, _UNKNOWN_FORECAST)
+            quantiles = {"10": each.low_ratio, "50": each.median_ratio, "90": each.high_ratio}
+            self._set_each("idle_forecast_ratio", quantiles, f"{horizon_s:g}")
 
     @property
     def guest_tokens_total(self) -> int:
@@ -291,13 +288,14 @@ class SlotExposition:
 
     def _set_guest(self, guest: Guest | None) -> None:
         known = Guest() if guest is None else guest
-        taken = (known.kv_tokens, known.kv_tokens_retained, known.kv_tokens_withheld)
-        kv_tokens: dict[str, float] = {
-            **dict(zip(("held", "retained", "withheld"), taken, strict=True)),
-            "free": known.kv_tokens_total - sum(taken),
+        kv_tokens = {
+            "held": known.kv_tokens,
+            "retained": known.kv_tokens_retained,
+            "withheld": known.kv_tokens_withheld,
         }
-        memory = known.memory
-        memory_bytes: dict[str, float] = {
+        kv_tokens["free"] = known.kv_tokens_total - sum(kv_tokens.values())
+        memory, lent = known.memory, known.lending
+        memory_bytes = {
             "weights": memory.weights_bytes,
             "graphs": memory.graphs_bytes,
             "activations": memory.activations_bytes,
@@ -306,10 +304,10 @@ class SlotExposition:
         }
         self._set_each("guest_kv_tokens", kv_tokens, known=guest is not None)
         self._set_each("guest_memory_bytes", memory_bytes, known=memory != GuestMemory())
+        lends = lent != Lending()
+        self._set("lent_step_tokens", lent.tokens if lends else math.nan)
+        self._set("lent_share_ratio", lent.share_ratio if lends else math.nan)
         self._set("guest_step_over_ratio", math.nan if guest is None else guest.step_over_ratio)
-        lent = known.lending if known.lending != Lending() else None
-        self._set("lent_step_tokens", math.nan if lent is None else lent.tokens)
-        self._set("lent_share_ratio", math.nan if lent is None else lent.share_ratio)
         self._set("guest_weights_away", math.nan if guest is None else guest.weights_away)
         self._set("guest_asleep_bytes_max", memory.asleep_bytes_max or math.nan)
         # Any other value, such as "", counts as no backend.
@@ -326,13 +324,9 @@ class SlotExposition:
             "observed": _known(policy.blocking.ratio),
         }
         self._set_each("blocking_ratio", ratios)
-        mps, guest, shared, kv = (
-            (None, None, None, None)
-            if sample is None
-            else (sample.mps, sample.guest.record, sample.memory, sample.guest_kv)
-        )
-        self._set_one("mps_state", _mps_state(mps, guest), _MPS_STATES)
+        self._set_one("mps_state", "" if sample is None else _mps_state(sample), _MPS_STATES)
         sizes = dict.fromkeys(("used", "limit", "guest", "guest_limit"), math.nan)
+        shared, kv = (None, None) if sample is None else (sample.memory, sample.guest_kv)
         if shared is not None and shared.limit_bytes > 0:
             sizes |= {"used": shared.used_bytes, "limit": shared.limit_bytes}
         if kv is not None and not kv.fault:
@@ -367,7 +361,8 @@ def _percentiles(found: Calibration) -> dict[str, float]:
     return ratios if found.steps else dict.fromkeys(ratios, math.nan)
 
 
-def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:
+def _mps_state(sample: SlotSample) -> str:
+    mps, guest = sample.mps, sample.guest.record
     if mps is None:
         return ""
     if mps.fault:

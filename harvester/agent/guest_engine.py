@@ -7,7 +7,9 @@ counts. Processes of the engine that lose their parent become children of this o
 or session they are in, and are ended with it: an EngineCore keeps its memory when its API server is
 killed. If this process is killed, the kernel kills the engine too, except under MPS. The cleanup
 removes a segment of shared KV, which would count as memory in use. A requested stop is announced on
-a second page, so that it does not count as a lost guest.
+a second page, so that it does not count as a lost guest. An engine that fails restarts after waits
+that double, as each start costs the host memory, a core, the store's link: systemd 252 restarts at
+one pace only.
 """
 
 import asyncio
@@ -15,16 +17,18 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
 import psutil
 
 from harvester.agent.mps_watch import MpsWatch
-from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.clock import Clock, monotonic_ns
+from harvester.contracts.doubling import doubled_s
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.page import Guest, PageDirectory, PageWriter
+from harvester.platform.http_kit import stop_event
 from harvester.platform.kv_segment import KvSegment
 from harvester.platform.parent import adopt_orphans, end_with
 
@@ -36,6 +40,9 @@ _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 _LEAVING_TTL_NS = 60_000_000_000
 """Longer than any stop: the page goes when the engine has ended."""
+_FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
+_STEADY_S = 600.0
+"""A guest that lived for this long restarts after the first wait again."""
 
 
 class GuestEngine:
@@ -208,3 +215,35 @@ class GuestEngine:
                 elif reap:
                     os.waitpid(process.pid, os.WNOHANG)
         return running
+
+
+def restart_wait(life_s: float, failures: int) -> tuple[float, int]:
+    """Seconds until the next start, after a life of `life_s` that ended in failure, and the
+    failures in a row with this one; `failures` are those before."""
+    failures = 0 if life_s >= _STEADY_S else failures
+    return doubled_s(_FIRST_WAIT_S, failures, most_s=_MOST_WAIT_S), failures + 1
+
+
+async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) -> int:
+    """Run one engine after the other until one ends without failure or a stop is requested: 0.
+    Raises ConfigError for an engine that cannot be started."""
+    failures = 0
+    while True:
+        began_s = clock.now()
+        status = await engine().run()
+        if status == 0:
+            return 0
+        stop = stop_event()
+        life_s = clock.now() - began_s
+        wait_s, failures = restart_wait(life_s, failures)
+        _log.error(
+            "the guest ended with status %d after %.0f s; the next one starts in %.0f s",
+            status,
+            life_s,
+            wait_s,
+        )
+        try:
+            await asyncio.wait_for(stop.wait(), wait_s)
+        except TimeoutError:
+            continue
+        return 0

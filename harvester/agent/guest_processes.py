@@ -71,18 +71,11 @@ class _Kill:
 
 
 class GuestProcesses:
-    def __init__(
-        self,
-        page: Path,
-        *,
-        memo: Path,
-        mps: MpsWatch | None = None,
-        groups: IdleGroups | None = None,
-    ) -> None:
+    def __init__(self, page: Path, *, memo: Path, mps: MpsWatch | None = None) -> None:
         """`page` is the guest's page; its owner is the guest's user. `memo` is the file that
         records lifted processes, so that the next agent can settle them."""
         self._mps = mps
-        self._groups = groups or IdleGroups()
+        self._groups = IdleGroups()
         self._ending: threading.Thread | None = None
         self._page = page
         self._memo = memo

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Iterable
 
-from harvester.config import MpsConfig
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import PeerProtocolError, Unsupported
 from harvester.platform.mps import MpsControl, ServerStatus
@@ -33,12 +32,6 @@ class MpsWatch:
         self._seen, self._seen_at_s = _UNSEEN, 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rosemux-mps", daemon=True)
-
-    @classmethod
-    def by_consent(cls, mps: MpsConfig) -> "MpsWatch":
-        """A watch, not started, of the daemon under which the operator lets a guest run."""
-        _log.warning("mps by consent: a fault of the guest ends production as well")
-        return cls(mps.daemon, look_s=mps.look_s)
 
     def start(self) -> None:
         self._thread.start()

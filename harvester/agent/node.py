@@ -51,10 +51,7 @@ class NodeAgent:
         self.metrics = AgentMetrics(version=version)
         self._kill_file = config.kill_switch
         started = clock.now()
-        self.leases = LeaseTable(
-            node=NodeId(config.node),
-            ttl_s=config.lease_ttl_s,
-        )
+        self.leases = LeaseTable(node=NodeId(config.node), ttl_s=config.lease_ttl_s)
         make_page_root(config)
         self._lock = StateLock(config.state_dir)
         file = AuditFile(
@@ -247,10 +244,7 @@ class NodeAgent:
         for slot, policy in zip(kept, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(
-                found[slot.name],
-                policy,
-                restart_needed=done.restart_needed,
-                now=self.clock.now(),
+                found[slot.name], policy, restart_needed=done.restart_needed, now=self.clock.now()
             )
         self.slots.follow(done.config, reopened=done.reopened)
         if self.slots.waiting:

@@ -57,12 +57,12 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     )
     taken = {name: getattr(new, name) for name in NODE_FIELDS}
     config = old.model_copy(update={**taken, "slots": slots})
-    waiting = _differences(config, new)
+    before, after, now = (dict(_values(each)) for each in (old, new, config))
+    waiting = _differences(now, after)
     both = named.keys() & {slot.name for slot in new.slots}
     moved = tuple(f"slots.{name}." for name in named.keys() ^ {slot.name for slot in new.slots})
-    changed = [name for name in _differences(old, config) if not name.startswith(moved)]
+    changed = [name for name in _differences(before, now) if not name.startswith(moved)]
     changed = [name for name in changed if name not in waiting]
-    before, after = dict(_values(old)), dict(_values(new))
     came = tuple(_added(slot.name) for slot in new.slots if slot.name not in both)
     gone = tuple(f"slots.{slot.name}: removed" for slot in old.slots if slot.name not in both)
     gone += tuple(f"slots.{name}: opened again" for name in sorted(reopened))
@@ -113,11 +113,10 @@ def _is_guests(name: str) -> bool:
     return parts[0] == "slots" and len(parts) > 2 and parts[2] == GUEST_FIELD
 
 
-def _differences(one: AgentConfig, other: AgentConfig) -> list[str]:
-    values, others = dict(_values(one)), dict(_values(other))
-    names = values.keys() | others.keys()
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     absent = object()
-    return sorted(name for name in names if values.get(name, absent) != others.get(name, absent))
+    names = one.keys() | other.keys()
+    return sorted(name for name in names if one.get(name, absent) != other.get(name, absent))
 
 
 def _values(config: AgentConfig) -> Iterator[tuple[str, Any]]:

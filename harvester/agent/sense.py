@@ -10,6 +10,7 @@ from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.shared_memory import SegmentPair, SharedMemory
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.event_limit import EventLimit
+from harvester.contracts.ids import Epoch
 from harvester.contracts.page import (
     Guest,
     PageDirectory,
@@ -37,6 +38,7 @@ from harvester.policy.sample import (
 _log = logging.getLogger(__name__)
 
 _RELIST_BEATS = 5
+_MOST_EPOCH = 10**15
 
 
 def _runs_below_production(process: ProcessId) -> bool:
@@ -202,3 +204,13 @@ class SlotSensor:
     def _ended(self, name: str) -> bool:
         root, seen = self._roots.get(name, (None, False))
         return root is not None and seen and not root.lives()
+
+
+def epoch_left(directory: PageDirectory) -> Epoch:
+    """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
+    `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
+    """
+    grant = directory.grant_reader().read_left().record
+    guest = directory.guest_reader().read_left().record
+    epoch = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
+    return Epoch(max(0, grant.epoch if grant else 0, epoch))

@@ -9,7 +9,6 @@ import msgspec
 
 from harvester.agent.audit.audit_log import AuditLog
 from harvester.agent.audit.slot_audit import SlotAudit
-from harvester.agent.effect_runner import EffectRunner, epoch_left, reserved_grant_page
 from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
@@ -17,26 +16,43 @@ from harvester.agent.lease_file import LeaseFile
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
-from harvester.agent.sense import SlotSensor
+from harvester.agent.sense import SlotSensor, epoch_left
 from harvester.agent.shared_memory import shared_memory_of
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import SlotId
 from harvester.contracts.page import (
+    Grant,
+    GrantMode,
     Guest,
     Lending,
     PageDirectory,
+    PageHeld,
     PageName,
     PageOwners,
 )
-from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
+from harvester.policy.effects import (
+    Effect,
+    EndLease,
+    KillGuest,
+    LiftGuest,
+    Quarantine,
+    SettleGuest,
+    WriteGrant,
+)
 from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
-from harvester.policy.sample import SCRAPED_PULSE, KillSwitch, SlotSample
+from harvester.policy.sample import (
+    SCRAPED_PULSE,
+    ActionOutcome,
+    GuestAction,
+    KillSwitch,
+    SlotSample,
+)
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
@@ -75,9 +91,14 @@ class Slot:
         directory = PageDirectory.create(
             config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
         )
-        self._grant_page = reserved_grant_page(directory)
+        self._grant_page = directory.grant_page()
         try:
+            self._grant_page.reserve()
             self._take_over(config, directory, audit, now)
+        except PageHeld as error:
+            # Two agents on one page would undo each other's closing.
+            text = f"another agent runs on pages {directory.path}: {error}; stop it first"
+            raise NotYet(text) from error
         except BaseException:
             # Frees the page's lock for another try.
             self._grant_page.close()
@@ -94,22 +115,16 @@ class Slot:
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
         leases.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
-        self._mps = None if slot.mps is None else MpsWatch.by_consent(slot.mps)
+        self._mps = None
+        if slot.mps is not None:
+            _log.warning("mps by consent: a fault of the guest ends production as well")
+            self._mps = MpsWatch(slot.mps.daemon, look_s=slot.mps.look_s)
         self._guest = GuestProcesses(
-            directory.path / PageName.GUEST,
-            memo=config.file_of(slot, "lifted"),
-            mps=self._mps,
-        )
-        self._effects = EffectRunner(
-            self.name,
-            grant_page=self._grant_page,
-            guest=self._guest,
-            lease_file=self.lease_file,
-            leases=leases,
+            directory.path / PageName.GUEST, memo=config.file_of(slot, "lifted"), mps=self._mps
         )
         self._grant_page.make()
         # A page that was taken over has no epoch until this agent writes it; epochs must only rise.
-        self._effects.write_closed("agent starts")
+        self._write_closed("agent starts")
         self.sensor = SlotSensor(
             directory,
             # A scrape that never succeeded is missing, too: such a slot is never opened.
@@ -144,7 +159,7 @@ class Slot:
         self, kill_switch: KillSwitch, stops: tuple[Stop, ...], *, sampled_ns: int, now: float
     ) -> None:
         """`stops`: every order in force on the node; `sampled_ns`: the stamp of the grant."""
-        lease = self._leases.live(self.name)
+        lease = self.live_lease
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.
         self._stop = binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
@@ -158,7 +173,7 @@ class Slot:
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
-            self._effects.run(effect, sampled_ns=sampled_ns, keeps_page=self.sensor.listed, now=now)
+            self._carry_out(effect, sampled_ns, now)
         self._record.save(self._forecaster, now=now)
         if sample.release and not unrecorded:
             self._release.taken()
@@ -169,7 +184,7 @@ class Slot:
         self._leases.offer(self.name, state, reason)
         silent = [f"{each.name} is {each.fault}" for each in sample.pulses if each.record is None]
         self._unready = self.fault or "; ".join(silent) or ("" if sample.pulses else "no pulse")
-        lease = self._leases.live(self.name)
+        lease = self.live_lease
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
         if not self.failed:
@@ -195,7 +210,7 @@ class Slot:
         with suppress(Exception):  # The slot's page may be at fault; the grant then expires.
             self.shut(fault)
         self.exposition.fail()
-        lease, failing_s = self._leases.live(self.name), now - self._failing_since_s
+        lease, failing_s = self.live_lease, now - self._failing_since_s
         if lease is not None and failing_s >= self.policy.settings.production_lost_s:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
         self._leases.offer(self.name, SlotState.OFF, fault)
@@ -203,7 +218,49 @@ class Slot:
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
         self.failed = reason
-        self._effects.write_closed(reason)
+        self._write_closed(reason)
+
+    def _carry_out(self, effect: Effect, sampled_ns: int, now: float) -> None:
+        match effect:
+            case WriteGrant():
+                if self.sensor.listed:  # Now and then: is the page still in its directory?
+                    self._grant_page.keep()
+                # Counted from the sample: an agent that is stopped between the two, or waits for
+                # its disk, would else open the gate for data as old as the stop.
+                ttl_ns = int(effect.ttl_s * 1e9)
+                self._grant_page.write(effect.grant, now_ns=sampled_ns, ttl_ns=ttl_ns)
+            case EndLease():
+                lease, in_s = self.live_lease, effect.deadline_s
+                if lease is not None and lease.name == effect.lease:
+                    self._leases.end(lease.lease, effect.reason, deadline_s=in_s, now=now)
+                    # At once: it stays ended even if the agent is killed before its next beat.
+                    self.lease_file.follow(self.live_lease)
+            case LiftGuest():
+                self._guest.lift(effect.processes)
+            case SettleGuest():
+                self._guest.settle()
+            case KillGuest():
+                _log.error("slot %s: ending the guest: %s", self.name, effect.reason)
+                self._guest.kill(effect.processes)
+            case Quarantine():
+                _log.error("slot %s is quarantined: %s", self.name, effect.reason)
+
+    def _write_closed(self, reason: str) -> None:
+        """Leave a grant that is closed and already expired."""
+        epoch = self._leases.view(self.name).epoch
+        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason=reason)
+        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+
+    def _outcomes(self) -> tuple[ActionOutcome, ...]:
+        """Outcomes of earlier effects on the guest that became known since the last call."""
+        outcomes = self._guest.outcomes()
+        for outcome in outcomes:
+            if outcome.fault:
+                message = "slot %s: %s of the guest failed: %s"
+                _log.error(message, self.name, outcome.action, outcome.fault)
+            elif outcome.action is GuestAction.KILL:
+                _log.warning("slot %s: the guest has ended", self.name)
+        return outcomes
 
     def _report(self, guest: Guest | None) -> None:
         """Log each change between lending and not lending, with the reason."""
@@ -231,17 +288,13 @@ class Slot:
         self._guest.exclude(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
             self._guest.record_named(sample.guest.record.processes)
-        outcomes = self._effects.outcomes()
+        outcomes = self._outcomes()
         # A release serves the guest, so it waits until the journal can be written.
         release = "" if self.fault else self._release.read()
         if not (self._stop or outcomes or self.fault or release):
             return sample
         return msgspec.structs.replace(
-            sample,
-            stop=self._stop,
-            outcomes=outcomes,
-            record_fault=self.fault,
-            release=release,
+            sample, stop=self._stop, outcomes=outcomes, record_fault=self.fault, release=release
         )
 
     @property
@@ -255,12 +308,7 @@ class Slot:
         return policy
 
     def reconfigure(
-        self,
-        slot: SlotConfig,
-        policy: SlotPolicy,
-        *,
-        restart_needed: tuple[str, ...],
-        now: float,
+        self, slot: SlotConfig, policy: SlotPolicy, *, restart_needed: tuple[str, ...], now: float
     ) -> None:
         self.policy, self.config = policy, slot
         settings = msgspec.to_builtins(policy.settings)
@@ -271,10 +319,17 @@ class Slot:
 
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
-        lease = self._leases.live(self.name)
+        lease = self.live_lease
         settings, proof = self.policy.settings, self.policy.guards.proof
         headroom, now_ns = self.exposition.headroom, monotonic_ns()
         headroom_ratio, headroom_age_s = headroom.least(settings, now_ns=now_ns)
+        budget = None
+        if self._record.run_saved:
+            # Not before: a scheduler takes lower counts of a run that it knows for late ones, until
+            # they exceed what that run had.
+            service = self.config.service or self.config.model or self.name
+            number = self._leases.allotted_number(self.name)
+            budget = self.policy.budget_report(service, number=number, leased=lease is not None)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -295,7 +350,7 @@ class Slot:
             lending=self._lending,
             headroom_ratio=headroom_ratio,
             headroom_age_s=headroom_age_s,
-            budget=self._budget_report(leased=lease is not None),
+            budget=budget,
             mode=settings.mode,
             slot_state=State.OFF if self.failed else self.policy.state,
             ttft_s=headroom.latency_s("ttft", now_ns=now_ns),
@@ -308,21 +363,10 @@ class Slot:
             proving_left_s=proof.proving_left_s,
         )
 
-    def _budget_report(self, *, leased: bool) -> BudgetReport | None:
-        """The slot's report; None before this run is on disk: a scheduler takes lower counts of a
-        run that it knows for late ones, until they exceed what that run had."""
-        if not self._record.run_saved:
-            return None
-        return self.policy.budget_report(
-            self.config.service or self.config.model or self.name,
-            number=self._leases.allotted_number(self.name),
-            leased=leased,
-        )
-
     def close(self, *, now: float, wait: bool = True, records: bool = True) -> None:
         """End the lease and leave a page that is closed and already expired. `wait`: for a query of
         the MPS daemon, which may take seconds; `records`: whether its files are still its own."""
-        lease = self._leases.live(self.name)
+        lease = self.live_lease
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
         # Each step runs even if another fails; the step entered last runs first.

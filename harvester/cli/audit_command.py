@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harvester.cli.plain_text import plain
+from harvester.cli.root import plain
 from harvester.config_file import read_agent_config
 from harvester.contracts.audit import AuditEvent, audit_files, read_audit
 from harvester.contracts.clock import wall_time_utc

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,11 @@ from coserve.guest.isolation import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
-from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_engine import GuestEngine, run_with_restarts
 from harvester.agent.guest_lock import GuestLock
-from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.audit_command import printable
-from harvester.cli.guest_checks import Check, checks, outlook, refuse_bad, supported_vllm
+from harvester.cli.guest_checks import checks, outlook, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
@@ -38,8 +37,6 @@ from harvester.platform.kv_segment import KvSegment
 from harvester.platform.mps import PIPE_VARIABLE
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.settings import AUTO
-
-_NAME = "guest"
 
 
 def guest(
@@ -65,7 +62,9 @@ def guest(
     pages = PageDirectory(agent.pages_of(chosen), agent.owners_of(chosen))
     console = Console()
     found = checks(requested, pages, imports=dry_run)
-    _print_checks(console, found)
+    for check in found:
+        mark = "good" if check.good else "WRONG"
+        console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
     vllm = supported_vllm()
     settings = _settings(chosen, requested)
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
@@ -81,12 +80,6 @@ def guest(
         raise typer.Exit(_run(command, settings, planned, pages, restart=restart))
 
 
-def _print_checks(console: Console, found: Iterable[Check]) -> None:
-    for check in found:
-        mark = "good" if check.good else "WRONG"
-        console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
-
-
 def _command(
     slot: SlotConfig,
     requested: GuestConfig,
@@ -96,8 +89,10 @@ def _command(
     gpus: Sequence[Gpu],
     vllm: Capabilities,
 ) -> launch.EngineCommand:
+    # Before the operator's own flags, which win.
+    parallel = ("--tensor-parallel-size", str(len(gpus))) if len(gpus) > 1 else ()
     spec = launch.EngineSpec(
-        name=_NAME,
+        name="guest",
         model=requested.model,
         port=_port(slot),
         max_model_len=requested.context_tokens,
@@ -105,7 +100,7 @@ def _command(
         vllm=vllm,
         kv_cache_gib=planned.kv_cache_gib,
         gpu=planned.gpu,
-        extra_arguments=(*_parallel_flags(gpus), *requested.arguments),
+        extra_arguments=(*parallel, *requested.arguments),
     )
     command = launch.guest(
         spec,
@@ -198,16 +193,8 @@ def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
     return tuple(there[name] for name in named or there)
 
 
-def _parallel_flags(used: Sequence[Gpu]) -> tuple[str, ...]:
-    """Tensor-parallel flags, placed before the operator's own flags, which win."""
-    return ("--tensor-parallel-size", str(len(used))) if len(used) > 1 else ()
-
-
 def _port(slot: SlotConfig) -> int:
-    try:
-        port = urlsplit(slot.engine_url).port
-    except ValueError:
-        port = None
+    port = urlsplit(slot.engine_url).port
     if port is None:
         raise ConfigError(
             f"slot {slot.name}: engine_url needs a port, such as http://127.0.0.1:8001"

@@ -7,6 +7,7 @@ process still has it, 130 interrupted.
 
 import importlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from harvester.cli.plain_text import plain
 from harvester.contracts.errors import ConfigError, NotYet, RoseMuxError, Unsupported
 from harvester.distribution import needing, rosemux_version
 
@@ -24,6 +24,7 @@ EXIT_FAILED = 1
 EXIT_SETTINGS = 2
 EXIT_NOT_YET = os.EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +227,12 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def plain(text: str) -> str:
+    """Words of another process, which shall neither command a terminal nor add a line to it: a
+    blank for each control character."""
+    return _CONTROL.sub(" ", text)
 
 
 def _fail(error: RoseMuxError, code: int) -> None:

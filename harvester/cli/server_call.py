@@ -6,13 +6,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from harvester.contracts.errors import (
-    UNDECODABLE,
-    ConfigError,
-    Exhausted,
-    PeerProtocolError,
-    Stale,
-)
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.platform.blocking_peer import BlockingPeer
 from harvester.platform.tls import Credentials
 

@@ -7,13 +7,7 @@ import typer
 from rich.table import Table
 
 from harvester.agent.guest_lock import GUEST_LOCK
-from harvester.cli.agent_tables import (
-    agent_faults,
-    agent_sentences,
-    agent_tables,
-    gib,
-    slot_faults,
-)
+from harvester.cli.agent_tables import agent_faults, agent_sentences, agent_tables, gib, slot_faults
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.row_table import row_table

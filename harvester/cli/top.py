@@ -1,7 +1,7 @@
 """`rosemux top`: the slots of one or more agents, refreshed each second; it changes nothing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +99,7 @@ class SlotRows:
     """Slots as a table of one line each, or where the terminal is too narrow for that as a table
     of their numbers, with the texts below it."""
 
-    rows: list[tuple[Text, ...]] = field(default_factory=list)
+    rows: list[tuple[str, ...]] = field(default_factory=list)
     faults: list[Text] = field(default_factory=list)
     """Agents that gave no answer, and parts of their configurations that are not in force."""
 
@@ -116,9 +116,7 @@ class SlotRows:
         else:
             yield numbers
             for row in self.rows:
-                lends, guards, reason = row[len(_HEAD) :]
-                texts = [part for part in (lends, guards, reason) if part.plain]
-                yield Text.assemble(row[0], "/", row[1], ": ", Text("; ").join(texts))
+                yield printable(f"{row[0]}/{row[1]}: {'; '.join(filter(None, row[len(_HEAD) :]))}")
 
 
 @dataclass(slots=True)
@@ -143,7 +141,7 @@ class AgentsView:
             if isinstance(answer, str):
                 table.faults.append(printable(answer))
                 continue
-            table.rows += (tuple(self._row(url, offer)) for offer in answer.slots)
+            table.rows += (self._row(url, offer) for offer in answer.slots)
             table.faults += (printable(f"{answer.node}: {each}") for each in agent_faults(answer))
         return table
 
@@ -153,23 +151,21 @@ class AgentsView:
         except Exhausted as error:
             return str(error)
 
-    def _row(self, url: str, offer: SlotOffer) -> Iterator[Text]:
+    def _row(self, url: str, offer: SlotOffer) -> tuple[str, ...]:
         # An agent of before names no decision.
         states = dict.fromkeys(filter(None, (offer.slot_state, offer.state.value)))
-        yield printable(offer.node)
-        yield printable(offer.slot)
-        yield printable(offer.mode)
-        yield printable("/".join(states))
-        yield printable(f"{offer.tenant}/{offer.job}" if offer.tenant or offer.job else "")
-        yield printable(_expected(offer.forecasts))
-        yield printable(_milliseconds(offer.ttft_s))
-        yield printable(_milliseconds(offer.itl_s))
-        yield printable(self._pace(url, offer))
         lending = offer.lending
-        lends = f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else ""
-        yield printable(lends)
-        yield printable("  ".join(map(_margin, offer.guards)))
-        yield printable(offer.reason or offer.lending.reason)
+        return (
+            *(offer.node, offer.slot, offer.mode, "/".join(states)),
+            f"{offer.tenant}/{offer.job}" if offer.tenant or offer.job else "",
+            _expected(offer.forecasts),
+            _milliseconds(offer.ttft_s),
+            _milliseconds(offer.itl_s),
+            self._pace(url, offer),
+            f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else "",
+            "  ".join(map(_margin, offer.guards)),
+            offer.reason or lending.reason,
+        )
 
     def _pace(self, url: str, offer: SlotOffer) -> str:
         now, total = self.clock.now(), offer.guest_tokens_total

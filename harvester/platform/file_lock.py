@@ -65,13 +65,13 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def lock_holder(path: Path, *, proc: Path = PROC) -> int | None:
+def lock_holder(path: Path) -> int | None:
     """Pid of a process that took the lock on a file, as the kernel shows it to every user; None
     without one. The process may have ended and left the lock to its children."""
     try:
         status = path.stat()
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        lines = [line.split() for line in (proc / "locks").read_text().splitlines()]
+        lines = [line.split() for line in (PROC / "locks").read_text().splitlines()]
     except OSError:
         return None
     found = (int(line[4]) for line in lines if line[1:2] == ["FLOCK"] and line[5] == device)

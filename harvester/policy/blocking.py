@@ -17,38 +17,33 @@ _REMEMBERED = 2000.0
 _QUANTILE = 0.99
 
 
-class BlockingState(msgspec.Struct, kw_only=True):
+class Blocking(msgspec.Struct, kw_only=True):
     counts: list[float] = []
     """Histogram of shares in buckets of 0.05; older counts decay."""
 
-
-class Blocking:
-    def __init__(self, state: BlockingState | None = None) -> None:
-        self.state = state or BlockingState()
-        if len(self.state.counts) != _BUCKETS:
-            self.state.counts = [0.0] * _BUCKETS
+    def __post_init__(self) -> None:
+        if len(self.counts) != _BUCKETS:
+            self.counts = [0.0] * _BUCKETS
 
     def observe(self, itl_s: Iterable[float], *, alone_s: float, guest_step_s: float) -> None:
         """Add production's inter-token times (s) that ended beside a stepping guest."""
         if guest_step_s <= 0.0 or alone_s <= 0.0:
             return
-        counts = self.state.counts
         for one_s in itl_s:
             share = min(1.0, max(0.0, one_s - alone_s) / guest_step_s)
-            counts[min(_BUCKETS - 1, int(share * _BUCKETS))] += 1.0
-        total = sum(counts)
+            self.counts[min(_BUCKETS - 1, int(share * _BUCKETS))] += 1.0
+        total = sum(self.counts)
         if total > _REMEMBERED:
-            self.state.counts = [count * _REMEMBERED / total for count in counts]
+            self.counts = [count * _REMEMBERED / total for count in self.counts]
 
     @property
     def ratio(self) -> float | None:
         """The upper edge of the bucket that holds the P99; None below 200 tokens."""
-        counts = self.state.counts
-        total = sum(counts)
+        total = sum(self.counts)
         if total < _MINIMUM:
             return None
         seen = 0.0
-        for bucket, count in enumerate(counts):
+        for bucket, count in enumerate(self.counts):
             seen += count
             if seen >= _QUANTILE * total:
                 return (bucket + 1) / _BUCKETS

@@ -5,29 +5,15 @@ The slack law acts before each of the guest's steps; the guards judge production
 
 from collections.abc import Callable
 
-import msgspec
-
 from harvester.contracts.served import NONE_SERVED, Served
 from harvester.contracts.wire.leases import GuardReading
-from harvester.policy.budget import BURN_WINDOWS, BudgetState, ErrorBudget
-from harvester.policy.level import Level, LevelState, MissState, MissWindow
+from harvester.policy.budget import BURN_WINDOWS, ErrorBudget
+from harvester.policy.durable import GuardMemory
+from harvester.policy.level import Level, MissWindow
 from harvester.policy.production import ProductionView
-from harvester.policy.proof import Proof, ProofState
+from harvester.policy.proof import Proof
 from harvester.policy.sample import NO_LEASE, LeaseView
 from harvester.policy.settings import SlotSettings
-
-
-class GuardMemory(msgspec.Struct, kw_only=True):
-    step_level: LevelState = msgspec.field(default_factory=LevelState)
-    misses: MissState = msgspec.field(default_factory=MissState)
-    """Late first tokens."""
-    itl_misses: MissState = msgspec.field(default_factory=MissState)
-    served: Served = Served()
-    """Requests served since the agent's run began."""
-    unanswered: float = 0.0
-    """Requests that ended without a first token before their SLO, since then."""
-    budget: BudgetState = msgspec.field(default_factory=BudgetState)
-    proof: ProofState = msgspec.field(default_factory=ProofState)
 
 
 class Guards:
@@ -112,39 +98,24 @@ class Guards:
 
     def readings(self) -> tuple[GuardReading, ...]:
         settings, budget, proof = self._settings, self.budget, self.proof
-        spent, (charged, allowed) = budget.stopped and settings.budget.enforced, budget.charge
-        missed = {"level_ttft": self._ttft_misses, "level_itl": self._itl_misses}
+        stops, (charged, allowed) = "", budget.charge
+        if budget.stopped and settings.budget.enforced:
+            stops = budget.state.guard
+
+        def reading(guard: str, value: float, limit: float, *, binds: bool) -> GuardReading:
+            return GuardReading(guard=guard, value=value, limit=limit, binds=binds)
+
+        most = settings.misses.limit_ratio
+        ttft, itl = self._ttft_misses, self._itl_misses
+        burns = {
+            each.guard: (budget.burn_rate(each.long_minutes), each.rate) for each in BURN_WINDOWS
+        }
         return (
-            *(
-                GuardReading(
-                    guard=name,
-                    value=window.miss_ratio,
-                    limit=settings.misses.limit_ratio,
-                    binds=window.state.breached,
-                )
-                for name, window in missed.items()
-            ),
-            GuardReading(
-                guard="error_budget",
-                value=charged,
-                limit=allowed,
-                binds=spent and budget.state.guard == "error_budget",
-            ),
-            *(
-                GuardReading(
-                    guard=each.guard,
-                    value=budget.burn_rate(each.long_minutes),
-                    limit=each.rate,
-                    binds=spent and budget.state.guard == each.guard,
-                )
-                for each in BURN_WINDOWS
-            ),
-            GuardReading(
-                guard="proof",
-                value=proof.evidence,
-                limit=proof.evidence_limit,
-                binds=proof.harmful,
-            ),
+            reading("level_ttft", ttft.miss_ratio, most, binds=ttft.state.breached),
+            reading("level_itl", itl.miss_ratio, most, binds=itl.state.breached),
+            reading("error_budget", charged, allowed, binds=stops == "error_budget"),
+            *(reading(name, *burn, binds=stops == name) for name, burn in burns.items()),
+            reading("proof", proof.evidence, proof.evidence_limit, binds=proof.harmful),
         )
 
     def _served(self, production: ProductionView, *, misses: float, now: float) -> Served:

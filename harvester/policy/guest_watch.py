@@ -9,11 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from harvester.contracts.isolation import (
-    IDLE_GROUP_PREEMPTION_S,
-    PREEMPTION_S,
-    IsolationBackend,
-)
+from harvester.contracts.isolation import IDLE_GROUP_PREEMPTION_S, PREEMPTION_S, IsolationBackend
 from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading, MpsReading
 from harvester.policy.settings import AUTO, SlotSettings

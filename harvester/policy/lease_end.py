@@ -2,11 +2,11 @@
 
 from harvester.contracts.wire.leases import EndReason
 from harvester.contracts.wire.stops import StopOrder
+from harvester.policy.durable import SlotMemory
 from harvester.policy.effects import Effect, EndLease, Quarantine
 from harvester.policy.guest_watch import GuestWatch
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
-from harvester.policy.slot_memory import SlotMemory
 from harvester.policy.states import OUTCOMES, Condition
 
 _PATIENCE = {

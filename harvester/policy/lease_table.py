@@ -206,9 +206,8 @@ class LeaseTable:
 
     def withdraw(self, granted: LeaseGranted, reason: str) -> LeaseRefused:
         """Turn a grant that no caller has received into a refusal."""
-        found = self._find(granted.lease)
-        if found is not None:
-            entry, held = found
+        entry = self._slots[granted.slot]
+        if (held := entry.lease) is not None and held.lease == granted.lease:
             entry.lease = None
             entry.pace.take_back(held.tenant)
             self._raise_epoch(entry)

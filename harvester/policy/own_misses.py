@@ -67,10 +67,7 @@ def _weighed(counts: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _sampling_error(
-    counts: Sequence[float],
-    late: Sequence[float],
-    slices: Sequence[float],
-    shares: Sequence[float],
+    counts: Sequence[float], late: Sequence[float], slices: Sequence[float], shares: Sequence[float]
 ) -> float:
     """Standard error of the difference between the rates of slices drawn at random, by each
     minute's share, and of the others, each slice weighed by the inverse of its chance (ratio

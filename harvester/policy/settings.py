@@ -5,7 +5,7 @@ object. Meaningless values are refused here, values that harm production by `pol
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from enum import StrEnum
 from typing import Final, Literal
 
@@ -151,12 +151,8 @@ class ProfileSettings:
 
     @property
     def _times(self) -> tuple[float, ...]:
-        return (
-            self.prefill_base_s,
-            self.prefill_s_per_token,
-            self.decode_base_s,
-            self.decode_s_per_request,
-        )
+        _, *times = astuple(self)
+        return tuple(times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import GuardReading, SlotState
 from harvester.contracts.wire.stops import StopOrder
-from harvester.policy.blocking import Blocking
-from harvester.policy.durable import DurableState
+from harvester.policy.durable import DurableState, SlotMemory
 from harvester.policy.effects import Effect, Quarantine, WriteGrant
 from harvester.policy.evictions import EvictionWindow
 from harvester.policy.guards import Guards
@@ -28,7 +27,6 @@ from harvester.policy.production import ProductionView, ProductionWatch
 from harvester.policy.reclaim import Reclaim
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
-from harvester.policy.slot_memory import SlotMemory
 from harvester.policy.states import OUTCOMES, TRANSITIONS, Condition, State
 
 
@@ -213,7 +211,7 @@ class SlotPolicy:
         self._watch = ProductionWatch(settings, memory.watch)
         self.guest = GuestWatch(settings, memory.guest)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
-        self.blocking = Blocking(memory.blocking)
+        self.blocking = memory.blocking
         self.evictions = EvictionWindow(settings.evictions_per_hour_max, memory.evictions)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.guards = Guards(settings, memory)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harvester.agent import guest_restarts
-from harvester.agent.guest_engine import GuestEngine
-from harvester.agent.guest_restarts import restart_wait, run_with_restarts
+from harvester.agent import guest_engine
+from harvester.agent.guest_engine import GuestEngine, restart_wait, run_with_restarts
 from harvester.contracts.clock import MonotonicClock
 
 # Fails until it has been started a given number of times; each start adds a line.
@@ -63,7 +62,7 @@ def test_waits_double_to_ten_minutes_and_begin_anew_after_a_long_life() -> None:
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_restarts, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(guest_engine, "_FIRST_WAIT_S", 0.01)
 
 
 def test_a_guest_that_fails_is_started_until_one_ends_well(no_wait: None, tmp_path: Path) -> None:

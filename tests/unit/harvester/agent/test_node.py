@@ -781,12 +781,8 @@ def test_a_guest_that_names_production_does_not_end_it(tmp_path: Path) -> None:
         stage.pages.pulse_writer("prod", 0).write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
         stage.guest(kv_tokens_total=1000, processes=(root,))
         stage.beats()
-        stage.node.slots[0]._effects.run(
-            KillGuest(processes=(root,), reason="owes memory"),
-            sampled_ns=0,
-            keeps_page=False,
-            now=0.0,
-        )
+        kill = KillGuest(processes=(root,), reason="owes memory")
+        stage.node.slots[0]._carry_out(kill, sampled_ns=0, now=0.0)
         stage.beats()
         assert stage.metric(
             "harvester_guest_actions_total", slot=SLOT, action="kill", outcome="failed"

@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from harvester.agent import agent_process
-from harvester.agent.agent_process import AgentProcess
+from harvester.agent.agent_process import AgentProcess, SlotsWatch
 from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.node import NodeAgent
 from harvester.agent.slot_loop import Slot
-from harvester.agent.slots_watch import SlotsWatch
 from harvester.config import AgentConfig, SlotConfig
 from harvester.config_file import DISCOVERED, load_agent_config, read_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns, wall_seconds

@@ -2,7 +2,8 @@
 
 import pytest
 
-from harvester.policy.guards import GuardMemory, Guards
+from harvester.policy.durable import GuardMemory
+from harvester.policy.guards import Guards
 from harvester.policy.production import Latencies, ProductionView
 from harvester.policy.settings import ProofSettings, SlotSettings
 
