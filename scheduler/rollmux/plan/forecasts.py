@@ -35,11 +35,9 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     """Every other group and dedicated nodes, the cheapest first; the table stays as it is."""
     table, packer = planner.table, planner.packer
     home = table.groups[table.home[job]]
-    host_bytes = planner.facts[job].spec.host_bytes
     before = table.committed_per_hour
     here = _company(home, home.pinned[job])
-    table.unpin(job, host_bytes, stays_resident=True)
-    packer.refresh(home)
+    packer.leave(job, stays_resident=True)
     spared = before - table.committed_per_hour
     found = [
         _judged(planner, opening, opening.delta_per_hour - spared)
@@ -49,8 +47,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     if home.pinned:
         found.append(_alone(planner.packer.isolated(job).delta_per_hour - spared))
     found += _closed(planner, job, spared)
-    table.placed(job, host_bytes)
-    packer.refresh(home)
+    packer.put_back(job)
     found.sort(key=lambda one: (one.change_per_hour, one.kind, one.beside))
     return tuple(found[:_ALTERNATIVES_MAX])
 

@@ -10,13 +10,7 @@ from collections.abc import Callable
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.planner.group_effects import (
-    AddNode,
-    AssignNodes,
-    GroupEffect,
-    PlacementDecision,
-    ReleaseNode,
-)
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.packing import Opening, Packer
 
 
@@ -26,37 +20,29 @@ class Evacuation:
         self._table = packer.table
         self._choose = choose
 
-    def replace(self, node: NodeId) -> tuple[GroupEffect, ...]:
+    def replace(self, node: NodeId) -> tuple[AssignNodes, ...]:
         """Replaces the lost node; the new one is brought up only if a job is pinned to it."""
         group = self._table.groups[self._table.nodes[node]]
         pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
-        down = [gone for job in torn for gone in self._left(job)]
-        effects: list[GroupEffect] = []
+        for job in torn:
+            self._left(job)
         if pinned:
-            effects.append(AddNode(node=self._table.replace(node)))
-            down.append(node)
+            self._table.replace(node)
         self._packer.refresh(group)
         why = f"node {node} failed; it is replaced"
-        effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
-        return (*effects, *(ReleaseNode(node=gone) for gone in down))
+        return tuple(self._again(job, why, lost=job in torn) for job in _each(pinned, torn))
 
-    def resubmit(self, node: NodeId) -> tuple[GroupEffect, ...]:
+    def resubmit(self, node: NodeId) -> tuple[AssignNodes, ...]:
         """Every job on the node gives up all nodes and arrives again."""
         pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
-        down = [gone for job in torn for gone in self._left(job)]
+        for job in torn:
+            self._left(job)
         for job in pinned:
-            group = self._table.groups[self._table.home[job]]
-            down += self._table.unpin(job, self._bytes(job))
-            self._packer.refresh(group)
-        effects: list[GroupEffect] = []
+            self._packer.leave(job)
         for job in pinned:
-            opening = self._anywhere(job)
-            up = self._table.pin(opening.placement, opening.group, self._bytes(job))
-            self._packer.refresh(opening.group)
-            effects += [AddNode(node=one) for one in up]
+            self._packer.take(self._anywhere(job))
         why = f"node {node} failed; arrives again"
-        effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
-        return (*effects, *(ReleaseNode(node=gone) for gone in down))
+        return tuple(self._again(job, why, lost=job in torn) for job in _each(pinned, torn))
 
     def _again(self, job: JobId, why: str, *, lost: bool) -> AssignNodes:
         """The job's new placement; takes effect at once unless the job still runs on nodes it is
@@ -77,15 +63,11 @@ class Evacuation:
         except Exhausted:
             return self._packer.isolated(job)
 
-    def _left(self, job: JobId) -> tuple[NodeId, ...]:
+    def _left(self, job: JobId) -> None:
         groups = self._table.leaving_groups(job)
-        down = self._table.left(job, self._bytes(job))
+        self._table.left(job)
         for group in groups:
             self._packer.refresh(group)
-        return down
-
-    def _bytes(self, job: JobId) -> int:
-        return self._packer.facts[job].spec.host_bytes
 
 
 def _each(first: tuple[JobId, ...], second: tuple[JobId, ...]) -> list[JobId]:

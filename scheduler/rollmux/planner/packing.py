@@ -35,6 +35,10 @@ class Opening:
     """Price of the nodes that it brings up, or keeps up."""
 
     @property
+    def job(self) -> JobId:
+        return self.placement.job
+
+    @property
     def widened(self) -> GroupState:
         """The group with the opening taken."""
         group, placement = self.group, self.placement
@@ -85,6 +89,23 @@ class Packer:
     def refresh(self, group: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
         self.index.refresh(group, self.table, self.node_shares(group))
+
+    def take(self, opening: Opening) -> None:
+        """Pins the opening's job there."""
+        host_bytes = self.facts[opening.job].spec.host_bytes
+        self.table.pin(opening.placement, opening.group, host_bytes)
+        self.refresh(opening.group)
+
+    def leave(self, job: JobId, *, stays_resident: bool = False) -> None:
+        """Takes a job out of its group, as `GroupTable.unpin`."""
+        group = self.table.groups[self.table.home[job]]
+        self.table.unpin(job, stays_resident=stays_resident)
+        self.refresh(group)
+
+    def put_back(self, job: JobId) -> None:
+        """Takes back the last `leave` of a job that was to stay resident."""
+        self.table.placed(job)
+        self.refresh(self.table.groups[self.table.home[job]])
 
     def occupant(
         self, job: JobId, rollout: int, training: int, *, slo_of: SloOf = stated_slo

@@ -15,9 +15,9 @@ from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count, numbers
 from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
-from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
+from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.relocation import MovePrices, Relocation
 from scheduler.rollmux.planner.verdicts import Hosting
 
 _SEEN_MAX = 4096
@@ -54,7 +54,7 @@ class Regrouping:
         self._spares.clear()
         self._idle = None
 
-    def improve(self, *, now: float) -> list[Move]:
+    def improve(self, *, now: float) -> list[Opening]:
         """One search: moves that free nodes, already applied to the table, or none."""
         groups, key = self._most_promising(now=now)
         if not groups:

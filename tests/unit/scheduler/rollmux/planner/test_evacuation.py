@@ -5,7 +5,7 @@ import pytest
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes, ReleaseNode
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, restarts
 
@@ -35,15 +35,17 @@ def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> 
     lost = _training_node(planner, "a")
     on_it = {name for name in "abc" if lost in before[name].training_nodes}
     assert len(on_it) > 1
+    planner.table.take_changes()
     effects = planner.fail_node(lost, now=HOUR_S)
-    (fresh,) = [effect.node.node for effect in effects if isinstance(effect, AddNode)]
+    came, gone = planner.table.take_changes()
+    (fresh,) = came
     again = {one.placement.job: one.placement for one in restarts(effects)}
     assert set(again) == on_it
     for name in "abc":
         expected = fresh if name in on_it else before[name].training_nodes[0]
         assert _placement(planner, name).training_nodes == (expected,)
         assert _placement(planner, name).rollout_nodes == before[name].rollout_nodes
-    assert effects[-1] == ReleaseNode(node=lost)
+    assert gone == [lost]
     assert planner.table.price_per_hour() == price
 
 
@@ -100,9 +102,10 @@ def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> No
     planner = _planner("a", "b", "c", resubmits=True)
     lost = _training_node(planner, "a")
     on_it = {JobId(name) for name in "abc" if lost == _training_node(planner, name)}
+    planner.table.take_changes()
     effects = planner.fail_node(lost, now=HOUR_S)
     assert {one.placement.job for one in restarts(effects)} == on_it
-    assert ReleaseNode(node=lost) in effects
+    assert lost in planner.table.take_changes()[1]
     assert lost not in planner.table.nodes
     assert all(lost != _training_node(planner, name) for name in "abc")
 
