@@ -2,13 +2,13 @@
 every job's SLO."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.facts import JobFacts
-from scheduler.rollmux.beliefs.slo import ChanceConstraint
+from scheduler.rollmux.beliefs.slo import quantile_of
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
@@ -25,7 +25,12 @@ class Judge:
     rules: Rules = OUR_RULES
     horizon: Horizon = OUR_HORIZON
     short_run: ShortRun = OUR_SHORT_RUN
-    constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
+    risk: float = 0.25
+    """Accepted probability that a job's slow-down over the forecast exceeds its SLO."""
+
+    @property
+    def quantile(self) -> float:
+        return quantile_of(self.risk)
 
     def with_warm_start(self, seconds: float) -> "Judge":
         """The same judge with warm starts of that length, in s."""
@@ -52,10 +57,10 @@ class Judge:
             rules=self.rules,
             horizon=self.horizon,
             short_run=self.short_run,
-            quantile=self.constraint.quantile,
+            quantile=self.quantile,
         )
 
     def bounds(self, roster: Roster) -> Records:
         """The slow-down of each job that has to stay within its SLO."""
         found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
-        return np.asarray(upper_bound(found, self.constraint.quantile))
+        return np.asarray(upper_bound(found, self.quantile))

@@ -21,7 +21,7 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
     judge = planner.packer.judge
     roster = Roster.of(planner.packer.occupants(group))
     found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
-    bounds = upper_bound(found, judge.constraint.quantile).tolist()
+    bounds = upper_bound(found, judge.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(
         Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
