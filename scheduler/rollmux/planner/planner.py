@@ -15,7 +15,6 @@ from scheduler.model import JobSpec, PhaseKind, Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.evacuation import Evacuation
 from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
@@ -30,8 +29,6 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
-    resubmits: bool = False
-    """Whether a failed node's jobs arrive again, as in the paper; else the node is replaced."""
     searches: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
@@ -55,7 +52,6 @@ class GroupPlanner:
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.table, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
-        self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
         self.regroup = Regrouping(self.packer, self.relocation, self.config.prices)
         self._searches_left = 0
@@ -147,13 +143,23 @@ class GroupPlanner:
         self.table.left(job)
 
     def fail_node(self, node: NodeId, *, now: float) -> tuple[AssignNodes, ...]:
-        """The node is gone, with the current iteration of every job pinned to it."""
+        """The node is gone, with the current iteration of every job pinned to it.
+
+        It is replaced in its group if a job is pinned to it. Only its jobs begin again, beside the
+        same others as before, so that every SLO that held still holds, up to the cost of the lost
+        iteration. If one end of a job's move fails, the move is over and the job keeps the other.
+        """
         self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if node not in self.table.nodes:
             return ()
-        if self.config.resubmits:
-            return self.evacuation.resubmit(node)
-        return self.evacuation.replace(node)
+        group = self.table.groups[self.table.nodes[node]]
+        pinned, torn = self.table.on_node(node), self.table.leaving_node(node)
+        for job in torn:
+            self._leave_torn(job)
+        if pinned:
+            self.table.replace(node)
+        self.packer.refresh(group)
+        return self._begin_again(pinned, torn, f"node {node} failed; it is replaced")
 
     def review(self, *, now: float) -> tuple[AssignNodes, ...]:
         """Looks for SLOs at risk and for nodes that could be spared."""
@@ -178,6 +184,31 @@ class GroupPlanner:
             if moves:
                 self._searches_left = self.config.searches
         return tuple(effects)
+
+    def _leave_torn(self, job: JobId) -> None:
+        """The job's move is over, since the node that it was leaving has failed."""
+        groups = self.table.leaving_groups(job)
+        self.table.left(job)
+        for group in groups:
+            self.packer.refresh(group)
+
+    def _begin_again(
+        self, pinned: tuple[JobId, ...], torn: tuple[JobId, ...], why: str
+    ) -> tuple[AssignNodes, ...]:
+        """The placements of the jobs on a failed node; each takes effect at once unless the job
+        still runs on nodes that it is leaving."""
+        assigned = []
+        for job in dict.fromkeys((*pinned, *torn)):
+            facts, group = self.facts[job], self.table.home[job]
+            decision = PlacementDecision.MOVED
+            if job in torn or not facts.moving:
+                decision, facts.moving = PlacementDecision.RESTARTED, False
+                facts.lose_iteration()
+            placement = self.table.groups[group].pinned[job]
+            assigned.append(
+                AssignNodes(decision=decision, group=group, placement=placement, reason=why)
+            )
+        return tuple(assigned)
 
     def _restore(self, group: GroupState, *, now: float) -> list[AssignNodes]:
         if len(group.pinned) < 2:

@@ -33,8 +33,8 @@ from scheduler.sim.rollmux.workload import (
 VERL_SLOWDOWN: Final = 1.02
 """Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
-_LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
-"""Jobs stay where they were placed, and arrive again when one of their nodes fails."""
+_LEFT_ALONE: Final = PlannerConfig(moves=False)
+"""Jobs stay where they were placed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +179,8 @@ class WorstCase(Judge):
         return np.asarray(slowdowns(roster, rules=self.rules, horizon=self.horizon)[0])
 
 
-def paper_planner() -> GroupPlanner:
+def paper_planner(kind: type[GroupPlanner] = GroupPlanner) -> GroupPlanner:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
-    return GroupPlanner(WorstCase(), NODE_TYPES, config)
+    return kind(WorstCase(), NODE_TYPES, config)

@@ -2,18 +2,19 @@
 
 import pytest
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_effects import AssignNodes
-from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, restarts
 
 HOUR_S = 3600.0
 
 
-def _planner(*names: str, resubmits: bool = False) -> GroupPlanner:
-    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
+def _planner(*names: str, kind: type[GroupPlanner] = GroupPlanner) -> GroupPlanner:
+    planner = kind(Judge(), TYPES)
     for name in names:
         planner.place_job(planned_job(name, 400, 150), now=0.0)
     return planner
@@ -99,7 +100,7 @@ def test_a_mover_whose_new_node_fails_moves_on_to_its_replacement_and_loses_noth
 
 
 def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> None:
-    planner = _planner("a", "b", "c", resubmits=True)
+    planner = _planner("a", "b", "c", kind=ResubmittingPlanner)
     lost = _training_node(planner, "a")
     on_it = {JobId(name) for name in "abc" if lost == _training_node(planner, name)}
     planner.table.take_changes()
@@ -110,9 +111,9 @@ def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> No
     assert all(lost != _training_node(planner, name) for name in "abc")
 
 
-@pytest.mark.parametrize("resubmits", [False, True])
-def test_an_unknown_or_already_failed_node_changes_nothing(resubmits: bool) -> None:
-    planner = _planner("a", resubmits=resubmits)
+@pytest.mark.parametrize("kind", [GroupPlanner, ResubmittingPlanner])
+def test_an_unknown_or_already_failed_node_changes_nothing(kind: type[GroupPlanner]) -> None:
+    planner = _planner("a", kind=kind)
     lost = _training_node(planner, "a")
     assert planner.fail_node(NodeId("elsewhere"), now=1.0) == ()
     planner.fail_node(lost, now=2.0)

@@ -7,6 +7,7 @@ from typing import Protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Pool
 from scheduler.rollmux.forecast.judge import Judge
@@ -128,14 +129,14 @@ def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[AssignNodes]:
         min_size=1,
         max_size=8,
     ),
-    st.booleans(),
+    st.sampled_from((GroupPlanner, ResubmittingPlanner)),
     st.randoms(use_true_random=False),
 )
 def test_groups_stay_disjoint_and_memory_is_never_exceeded(
-    drawn: list[tuple[float, float, float, int, int]], resubmits: bool, chance: Random
+    drawn: list[tuple[float, float, float, int, int]], kind: type[GroupPlanner], chance: Random
 ) -> None:
     """For any arrivals, ends, failures and moves; no node is brought up or given back twice."""
-    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = kind(Judge(), TYPES)
     jobs = {
         JobId(f"j{at}"): planned_job(f"j{at}", a, b, slo=slo, host=host, nodes=nodes)
         for at, (a, b, slo, host, nodes) in enumerate(drawn)

@@ -5,12 +5,13 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_effects import AssignNodes
-from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.rollmux.planner.planned_jobs import (
     TYPES,
     moves,
@@ -21,12 +22,13 @@ from tests.unit.scheduler.rollmux.planner.planned_jobs import (
 HOUR_S = 3600.0
 
 
-def _planner(rollout: int | None, training: int | None, *, resubmits: bool = False) -> GroupPlanner:
+def _planner(
+    rollout: int | None, training: int | None, *, kind: type[GroupPlanner] = GroupPlanner
+) -> GroupPlanner:
     """A planner on that many nodes of each pool; None: unlimited."""
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
-    config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Judge(), TYPES, config, supply)
+    return kind(Judge(), TYPES, supply=supply)
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:
@@ -138,7 +140,7 @@ def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
 
 
 def test_an_evacuated_job_that_finds_no_place_gets_nodes_that_are_still_to_come() -> None:
-    planner = _planner(1, 1, resubmits=True)
+    planner = _planner(1, 1, kind=ResubmittingPlanner)
     placed = planner.place_job(planned_job("a", 300, 200, slo=1.0), now=0.0)
     planner.table.take_changes()
     planner.table.supply = {Pool.ROLLOUT: 0, Pool.TRAINING: 1}
