@@ -252,40 +252,20 @@ class PhaseService:
         self.state.close()
 
     def _status(self, job: JobId) -> JobStatus:
-        permit, plan = self._policy.permit(job), self.plan_of(job)
-        if permit is None:
-            # Submitted, and without a placement or on its way to one.
-            return JobStatus(job=job, stage=PermitStage.APART, plan=plan)
-        return JobStatus(
-            job=job,
-            stage=permit.stage,
-            kind=permit.kind,
-            epoch=permit.epoch,
-            nodes=permit.nodes,
-            awaits=permit.awaits,
-            complete_ratio=permit.complete_ratio,
-            tokens=permit.tokens,
-            warned=permit.warned_s is not None,
-            failures=permit.failures,
-            loaded=permit.loaded,
-            unload=permit.unload,
-            plan=plan,
-        )
+        permit = self._policy.permit(job)
+        # Without a permit: submitted, and without a placement or on its way to one.
+        found = JobStatus(job=job, stage=PermitStage.APART)
+        if permit is not None:
+            found = msgspec.convert(permit, JobStatus, from_attributes=True)
+        return msgspec.structs.replace(found, plan=self.plan_of(job))
 
     def _permit_state(self, permit: JobPermit) -> PermitSnapshot:
         ends_in_s: float | None = None
         if permit.stage is PermitStage.REVOKED and permit.revoked_s is not None:
             ends_s = permit.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
-        return PermitSnapshot(
-            stage=permit.stage,
-            nodes=permit.nodes,
-            accelerators=permit.accelerators,
-            keep=permit.keep,
-            keep_accelerators=permit.keep_accelerators,
-            warned=permit.warned_s is not None,
-            ends_in_s=ends_in_s,
-        )
+        found = msgspec.convert(permit, PermitSnapshot, from_attributes=True)
+        return msgspec.structs.replace(found, ends_in_s=ends_in_s)
 
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         """Decided, journalled and kept, before anything that depends on it is answered."""
