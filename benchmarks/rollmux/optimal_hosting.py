@@ -56,10 +56,11 @@ class KnownJob:
         return SearchedJob(
             version,
             self.job.host_bytes,
-            self.truth.rollout_s * self.tail.node_ratio / slowest_s,
-            self.truth.training_s / slowest_s,
-            rollout.nodes,
-            training.nodes,
+            (
+                self.truth.rollout_s * self.tail.node_ratio / slowest_s,
+                self.truth.training_s / slowest_s,
+            ),
+            (rollout.nodes, training.nodes),
         )
 
     def as_occupant(self) -> Occupant:

@@ -196,18 +196,14 @@ class Regrouping:
 
     def _searched_job(self, job: JobId, groups: Sequence[GroupState]) -> SearchedJob:
         facts = self._packer.facts[job]
-        rollout, training = self._packer.shares(facts)
         home = next(at for at, group in enumerate(groups) if job in group.pinned)
-        masks = groups[home].masks(groups[home].pinned[job])
         return SearchedJob(
             facts.version,
             facts.spec.host_bytes,
-            rollout,
-            training,
-            facts.rollout_nodes,
-            facts.training_nodes,
+            self._packer.shares(facts),
+            (facts.rollout_nodes, facts.training_nodes),
             1 << home,
-            *masks,
+            groups[home].masks(groups[home].pinned[job]),
         )
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
