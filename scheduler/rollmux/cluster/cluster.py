@@ -15,7 +15,7 @@ from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import LoadTimes
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
-from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitLookup, PermitUpdates
+from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitUpdates
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     OrderMove,
@@ -25,6 +25,7 @@ from scheduler.rollmux.cluster.runtime_events import (
 )
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
+from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms
 from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.planner import GroupPlanner
@@ -36,7 +37,7 @@ _QUEUE_TRIES = 16
 
 class ClusterPolicy:
     def __init__(
-        self, config: ClusterConfig, permits: PermitLookup, planner: GroupPlanner | None = None
+        self, config: ClusterConfig, permits: PermitPolicy, planner: GroupPlanner | None = None
     ) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
