@@ -192,13 +192,22 @@ class PlanningService(PhaseService):
         if permits is None and not plan:
             return None
         permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}
-        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - _kept_jobs(plan))
+        by_s = self.state.shift_s(now=now)
+        jobs = tuple(
+            msgspec.json.decode(record, type=JobRecord).shifted(by_s)
+            for name, record in plan.items()
+            if name.startswith(_JOB)
+        )
+        known = {record.placed.job for record in jobs}
+        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - known)
         if unknown:
             raise ConfigError(
                 f"jobs of the state file were placed by hand, {unknown[0]} among them: "
                 "start without nodes, or with another state file"
             )
-        return {"permits": permits, "plan": _kept_memory(plan, by_s=self.state.shift_s(now=now))}
+        where = msgspec.json.decode(plan.get(_LAYOUT, b"{}"), type=ClusterLayout)
+        record = ClusterRecord(layout=where, jobs=jobs)
+        return {"permits": permits, "plan": msgspec.to_builtins(record)}
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         before = self.cluster
@@ -245,19 +254,3 @@ def _changed_records(policy: ClusterPolicy) -> dict[str, bytes | None]:
     if policy.layout_changed:
         records[_LAYOUT] = msgspec.json.encode(layout(policy))
     return records
-
-
-def _kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
-    """The plan's snapshot with its times shifted by `by_s`."""
-    jobs = tuple(
-        msgspec.json.decode(record, type=JobRecord).shifted(by_s)
-        for name, record in kept.items()
-        if name.startswith(_JOB)
-    )
-    where = msgspec.json.decode(kept.get(_LAYOUT, b"{}"), type=ClusterLayout)
-    memory: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=where, jobs=jobs))
-    return memory
-
-
-def _kept_jobs(kept: dict[str, bytes]) -> frozenset[JobId]:
-    return frozenset(JobId(name.removeprefix(_JOB)) for name in kept if name.startswith(_JOB))
