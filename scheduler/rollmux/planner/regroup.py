@@ -15,7 +15,7 @@ from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count, numbers
 from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
-from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer, SloOf, stated_slo
+from scheduler.rollmux.planner.packing import Opening, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
 from scheduler.rollmux.planner.relocation import MovePrices, Relocation
 from scheduler.rollmux.planner.verdicts import Hosting
@@ -96,7 +96,7 @@ class Regrouping:
             return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
-        return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
+        return self._relocation.move_all(movers)
 
     def unseen(self, *, now: float) -> bool:
         """Whether another search may find something."""

@@ -79,7 +79,7 @@ class Relocation:
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._table.committed_per_hour
-                moves = self.relocate(jobs, without=(group,))
+                moves = self.relocate(jobs, group)
                 if moves is None:
                     continue
                 price = self._table.committed_per_hour - before
@@ -87,7 +87,7 @@ class Relocation:
                 if best is None or price < best[0]:
                     best = (price, jobs)
             if best is not None:
-                return self.relocate(best[1], without=(group,)) or []
+                return self.relocate(best[1], group) or []
         return []
 
     def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
@@ -95,16 +95,15 @@ class Relocation:
         alone = self._packer.slo_now(self._facts(job)) < 1.0
         return group.beside(group.pinned[job]) if alone else ()
 
-    def relocate(
-        self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
-    ) -> list[Opening] | None:
-        """Moves all of the jobs, the heaviest first, or no job; None if one finds no opening."""
+    def relocate(self, jobs: Sequence[JobId], home: GroupState) -> list[Opening] | None:
+        """Moves all of these jobs of a group, the heaviest first, or no job; None if one finds no
+        opening elsewhere."""
         packer = self._packer
 
         def opening(job: JobId) -> Opening | None:
-            found = packer.best(job, without=without)
+            found = packer.best(job, without=home)
             supplied = self._table.is_supplied(found.placement)
-            return found if supplied else packer.best_within_supply(job, without=without)
+            return found if supplied else packer.best_within_supply(job, without=home)
 
         heaviest_first = sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job])))
         return self._move(jobs, map(opening, heaviest_first))
@@ -141,9 +140,7 @@ class Relocation:
     def _facts(self, job: JobId) -> JobFacts:
         return self._packer.facts[job]
 
-    def move_all(
-        self, targets: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
-    ) -> list[Opening]:
+    def move_all(self, targets: Sequence[tuple[GroupState, Placement]]) -> list[Opening]:
         """Moves jobs to given nodes, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
         table = self._table
@@ -153,6 +150,7 @@ class Relocation:
             fits = table.planned.has_room(placement, host_bytes)
             if not fits or not table.is_supplied(placement):
                 return None
+            kind = OpeningKind.DIRECT
             return Opening(kind=kind, group=group, placement=placement, delta_per_hour=0.0)
 
         return self._move([one.job for _, one in targets], starmap(opening, targets)) or []

@@ -158,7 +158,7 @@ def ask_to_move(policy: ClusterPolicy, job: str) -> None:
         if name not in planner.table.home or planner.facts[name].moving:
             return []
         home = planner.table.groups[planner.table.home[name]]
-        return planner.relocation.relocate((name,), without=(home,)) or []
+        return planner.relocation.relocate((name,), home) or []
 
     _reviewed_as(policy, wanted)
 

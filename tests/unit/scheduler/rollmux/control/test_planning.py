@@ -34,7 +34,6 @@ from scheduler.rollmux.permits.events import (
     Unloaded,
     Withdraw,
 )
-from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     ROLLOUT,
     TRAINING,
@@ -280,8 +279,7 @@ def test_a_moving_job_gets_its_permit_when_its_new_nodes_have_room() -> None:
         [
             (home[other], msgspec.structs.replace(places[other], job=JobId(job)))
             for job, other in ("ab", "ba")
-        ],
-        kind=OpeningKind.DIRECT,
+        ]
     )
     assert len(moves) == 2
     swap_reported(policy, moves)

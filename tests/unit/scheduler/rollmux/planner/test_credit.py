@@ -157,7 +157,7 @@ def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
         _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
         _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
         home = planner.table.groups[planner.table.home[mover.job]]
-        assert planner.relocation.relocate((mover.job,), without=(home,))
+        assert planner.relocation.relocate((mover.job,), home)
         planner.table.left(mover.job)
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
         planner.packer.load_s = load_s

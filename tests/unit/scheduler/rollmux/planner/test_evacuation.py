@@ -67,7 +67,7 @@ def _moved(planner: GroupPlanner, name: str) -> AssignNodes:
     """Asks a job to move to a group of its own; it is still where it was."""
     planner.packer.now_s = HOUR_S
     group = planner.table.groups[planner.table.home[JobId(name)]]
-    found = planner.relocation.relocate((JobId(name),), without=(group,))
+    found = planner.relocation.relocate((JobId(name),), group)
     assert found
     effects = planner._announce(found, "a test", now=HOUR_S)
     return moves(effects)[0]
