@@ -11,8 +11,14 @@ from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import quantile_of
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
-from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, upper_bound
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.scenarios import (
+    Horizon,
+    ShortRun,
+    keeps_all,
+    slowdowns,
+    upper_bound,
+)
 from scheduler.rollmux.forecast.stages import Rules
 
 OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
@@ -52,15 +58,10 @@ class Judge:
 
     def admits(self, roster: Roster) -> bool:
         """Whether every job keeps its SLO."""
-        return keeps_all(
-            roster,
-            rules=self.rules,
-            horizon=self.horizon,
-            short_run=self.short_run,
-            quantile=self.quantile,
-        )
+        short_run, horizon = self.short_run, self.horizon
+        return keeps_all(roster.jobs, roster.beliefs, short_run, horizon, self.quantile, self.rules)
 
     def bounds(self, roster: Roster) -> Records:
         """The slow-down of each job that has to stay within its SLO."""
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        found = slowdowns(roster.jobs, roster.beliefs, self.horizon, self.rules)
         return np.asarray(upper_bound(found, self.quantile))

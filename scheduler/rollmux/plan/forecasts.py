@@ -6,8 +6,8 @@ from typing import Final
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Placement
-from scheduler.rollmux.forecast.forecast import Roster, slowdowns
-from scheduler.rollmux.forecast.scenarios import upper_bound
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.scenarios import slowdowns, upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
@@ -20,7 +20,7 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
     roster = Roster.of(planner.packer.occupants(group))
-    found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
+    found = slowdowns(roster.jobs, roster.beliefs, judge.horizon, judge.rules)
     bounds = upper_bound(found, judge.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(

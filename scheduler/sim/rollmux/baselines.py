@@ -16,9 +16,9 @@ from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, group_load, slowdowns
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, group_load
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.forecast.scenarios import ROUNDING, Horizon
+from scheduler.rollmux.forecast.scenarios import ROUNDING, Horizon, slowdowns
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, PackingLimits
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
@@ -176,7 +176,7 @@ class WorstCase(Judge):
         return bool((self.bounds(roster) <= roster.slos + ROUNDING).all())
 
     def bounds(self, roster: Roster) -> Records:
-        return np.asarray(slowdowns(roster, rules=self.rules, horizon=self.horizon)[0])
+        return np.asarray(slowdowns(roster.jobs, roster.beliefs, self.horizon, self.rules)[0])
 
 
 def paper_planner(kind: type[GroupPlanner] = GroupPlanner) -> GroupPlanner:
