@@ -31,6 +31,14 @@ class PermitStage(StrEnum):
     REVOKED = "revoked"
     """Was asked to end; the grace period runs."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a phase that ends here may leave its state loaded.
+
+        A tail has its nodes in part, and leaves that part to the job that has the rest.
+        """
+        return self in (PermitStage.RUNNING, PermitStage.NARROWING)
+
 
 class PermitTrigger(StrEnum):
     ENQUEUED = "enqueued"
@@ -131,6 +139,11 @@ class JobPermit(msgspec.Struct, kw_only=True):
     @property
     def holding(self) -> bool:
         return self.stage in HOLDING
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a worker has asked for the permit that the job waits for."""
+        return self.stage is PermitStage.WAITING and self.last_call_s is not None
 
     @property
     def warned(self) -> bool:

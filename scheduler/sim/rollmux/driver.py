@@ -40,7 +40,6 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Ledger, NodeBill, RunCounts, RunResult
@@ -52,7 +51,6 @@ TICK_S: Final = 60.0
 REPAIR_S: Final = 3600.0
 """Time from a node's failure until it is supply again, in s."""
 _RETRY_S: Final = 5.0
-_WHOLE: Final = (PermitStage.RUNNING, PermitStage.NARROWING)
 _ALWAYS: Final = -1
 """Version of a moment that no other action replaces."""
 
@@ -303,7 +301,7 @@ class Driver:
         worker.version += 1
         permit = self._runtime.permit(worker.job)
         # As a job's process does: a tail takes its state off, and only whole phases leave theirs.
-        whole = permit is not None and permit.stage in _WHOLE
+        whole = permit is not None and permit.stage.is_whole
         if not whole:
             self._loaded.make_way(worker.nodes, worker.job)
         effects = self._send(
