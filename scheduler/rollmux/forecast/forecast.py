@@ -1,4 +1,4 @@
-"""What a group's forecast is asked of: its jobs, their nodes and the beliefs about them.
+"""The input of a group's forecast: its jobs, their nodes and the beliefs about them.
 
 `scenarios` runs them over a few meta-iterations.
 """
