@@ -1,4 +1,4 @@
-"""Jobs, nodes, placements, leases and engines: the model that gateway and RollMux share."""
+"""Jobs, placements, leases and engines: the model that gateway and RollMux share."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -83,15 +83,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tenant: TenantId = TenantId("default")
     harvesting: bool = False
     """The job's rollouts use leases where the control allows them; no plan counts on a lease."""
-
-
-class Node(msgspec.Struct, frozen=True, kw_only=True):
-    node: NodeId
-    pool: Pool
-    type: str = ""
-    accelerators: int = 1
-    price_per_hour: float = 0.0
-    host_bytes: int = 0
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

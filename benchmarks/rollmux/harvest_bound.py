@@ -22,7 +22,7 @@ from benchmarks.rollmux.lease_supply import SLOTS_RATIO
 from benchmarks.rollmux.optimal_hosting import KnownJob
 from benchmarks.rollmux.pieces import Pieces
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
-from scheduler.model import Completion, Pool
+from scheduler.model import Completion
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.forecast.execution import advance
@@ -99,8 +99,8 @@ def _hostings(
 ) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Price an hour, members and their nodes of every group that host memory allows."""
     search = CheapestHosting(NODE_TYPES, GROUP_JOBS)
-    candidates = [SearchedJob(at, one.job.host_bytes, 0.0, 0.0) for at, one in enumerate(jobs)]
-    fits = [search.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+    candidates = [SearchedJob(at, one.job.host_bytes, (0.0, 0.0)) for at, one in enumerate(jobs)]
+    fits = search.fitting(candidates)
     for size in range(1, GROUP_JOBS + 1):
         for members in combinations(range(len(jobs)), size):
             for price, rollout, training in search.priced(

@@ -11,7 +11,7 @@ from benchmarks.rollmux.variants import means_at
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.planner.group_effects import GroupEffect
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob
@@ -27,7 +27,7 @@ class HourlyPlanner(GroupPlanner):
         self._truth: dict[JobId, SimulatedJob] = {one.job.job: one for one in jobs}
         self._due_s = 0.0
 
-    def review(self, *, now: float) -> tuple[GroupEffect, ...]:
+    def review(self, *, now: float) -> tuple[AssignNodes, ...]:
         self.packer.now_s = now
         if now < self._due_s:
             return ()
@@ -35,7 +35,7 @@ class HourlyPlanner(GroupPlanner):
         for job, facts in self.facts.items():
             rollout_s, training_s = means_at(self._truth[job], facts.training.count)
             facts.believe(Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV))
-        effects: list[GroupEffect] = []
+        effects: list[AssignNodes] = []
         for group in list(self.table.groups.values()):
             effects += self._restore(group, now=now)
         for _ in range(_ROUNDS):

@@ -13,9 +13,9 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Placement, Pool
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
-from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun
+from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, keeps_all
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.assignments import Masks
 from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
@@ -56,10 +56,11 @@ class KnownJob:
         return SearchedJob(
             version,
             self.job.host_bytes,
-            self.truth.rollout_s * self.tail.node_ratio / slowest_s,
-            self.truth.training_s / slowest_s,
-            rollout.nodes,
-            training.nodes,
+            (
+                self.truth.rollout_s * self.tail.node_ratio / slowest_s,
+                self.truth.training_s / slowest_s,
+            ),
+            (rollout.nodes, training.nodes),
         )
 
     def as_occupant(self) -> Occupant:
@@ -88,9 +89,7 @@ class Optimum:
 
     def _forecast(self, hosting: Hosting) -> bool:
         roster = Roster.of([known.as_occupant() for known in self.jobs]).hosted(*hosting)
-        return keeps_all(
-            roster, rules=self.rules, horizon=self.horizon, short_run=NO_SHORT_RUN, quantile=0.0
-        )
+        return keeps_all(roster.jobs, roster.beliefs, NO_SHORT_RUN, self.horizon, 0.0, self.rules)
 
 
 class PinnedPlanner(GroupPlanner):

@@ -58,8 +58,7 @@ def _repeat(journal: Path) -> None:
 def _compare(journal: Path, config: Path, slot: str | None) -> None:
     from harvester.config_file import load_agent_config
     from harvester.contracts.journal import read_journal
-    from scheduler.sim.what_if import what_if
-    from scheduler.sim.what_if_text import what_if_text
+    from scheduler.sim.what_if import what_if, what_if_text
 
     agent = load_agent_config(config, slot=slot)
     first = next(read_journal(journal))

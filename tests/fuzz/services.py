@@ -28,8 +28,8 @@ from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.runtime_events import Call, Submit
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.nodes_file import read_nodes
+from scheduler.rollmux.control.planning import make_service
 from scheduler.rollmux.control.socket_server import application as phases_application
 from scheduler.rollmux.permits.events import Register
 from tests.fuzz.requests import KnownRequests, ServedRequests

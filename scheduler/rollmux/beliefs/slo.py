@@ -33,20 +33,10 @@ NEEDS_DEDICATED_NODES: Final = 0.0
 """The SLO of a job that needs dedicated nodes: no shared node can keep it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChanceConstraint:
-    risk: float = 0.25
-    """Accepted probability that a job's slow-down over the forecast exceeds its SLO."""
-
-    @property
-    def quantile(self) -> float:
-        """Standard deviations above the mean that stay within the SLO."""
-        return _quantile(1.0 - self.risk)
-
-
 @cache
-def _quantile(probability: float) -> float:
-    return NormalDist().inv_cdf(probability)
+def quantile_of(risk: float) -> float:
+    """Standard deviations above the mean that stay within the SLO, at an accepted risk."""
+    return NormalDist().inv_cdf(1.0 - risk)
 
 
 @dataclass(slots=True)
@@ -63,27 +53,18 @@ class SloProgress:
         """Delay that the job can still absorb, if it ended now."""
         return self.slo * self.solo_s - (now - self.began_s)
 
-    def needs_own_nodes(
-        self, now: float, *, iteration_s: float, under_way_s: float, drifts: bool
-    ) -> bool:
-        """Whether a surprise would cost more than the job's credit plus what it soon regains alone.
-
-        `under_way_s` of the elapsed time may be work that has not ended; it counts as no delay.
-        """
-        settled_s = self.credit_s(now) + under_way_s
-        regained = 0.0 if drifts else (self.slo - 1.0) * REGAIN_ITERATIONS
-        return settled_s < (SURPRISE_ITERATIONS - regained) * iteration_s
-
     def slo_ahead(
         self, now: float, *, iteration_s: float, under_way_s: float = 0.0, drifts: bool = False
     ) -> float:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
 
-        NEEDS_DEDICATED_NODES if only dedicated nodes can do that.
+        NEEDS_DEDICATED_NODES if a surprise would cost more than the job's credit plus what it soon
+        regains alone. `under_way_s` of the elapsed time may be work that has not ended; it counts
+        as no delay.
         """
-        if self.needs_own_nodes(
-            now, iteration_s=iteration_s, under_way_s=under_way_s, drifts=drifts
-        ):
+        settled_s = self.credit_s(now) + under_way_s
+        regained = 0.0 if drifts else (self.slo - 1.0) * REGAIN_ITERATIONS
+        if settled_s < (SURPRISE_ITERATIONS - regained) * iteration_s:
             return NEEDS_DEDICATED_NODES
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)

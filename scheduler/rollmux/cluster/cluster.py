@@ -15,7 +15,7 @@ from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import LoadTimes
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
-from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitLookup, PermitUpdates
+from scheduler.rollmux.cluster.permit_updates import ClusterEffect, PermitUpdates
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     OrderMove,
@@ -25,14 +25,9 @@ from scheduler.rollmux.cluster.runtime_events import (
 )
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
+from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms
-from scheduler.rollmux.planner.group_effects import (
-    AddNode,
-    AssignNodes,
-    GroupEffect,
-    PlacementDecision,
-    ReleaseNode,
-)
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.residency import Residency
 
@@ -42,7 +37,7 @@ _QUEUE_TRIES = 16
 
 class ClusterPolicy:
     def __init__(
-        self, config: ClusterConfig, permits: PermitLookup, planner: GroupPlanner | None = None
+        self, config: ClusterConfig, permits: PermitPolicy, planner: GroupPlanner | None = None
     ) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
@@ -184,7 +179,8 @@ class ClusterPolicy:
                     moves=placed.moves,
                 )
             )
-        self._apply(self.planner.end_job(job, now=now), now)
+        self.planner.end_job(job, now=now)
+        self._bind_nodes()
         self._let_in(now)
 
     def report_node(self, node: NodeId, *, failed: bool, now: float) -> None:
@@ -259,19 +255,23 @@ class ClusterPolicy:
                 self._updates.touch(job)
         self._let_in(now)
 
-    def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
+    def _apply(self, assignments: tuple[AssignNodes, ...], now: float, *, why: str = "") -> None:
         """`why` replaces the planner's reason where given; the latter names nodes by planner
         names."""
-        for effect in effects:
+        self._bind_nodes()
+        for each in assignments:
             self.layout_changed = True
-            match effect:
-                case AddNode(node=node):
-                    self.fleet.bind(node.node, node.pool)
-                case ReleaseNode(node=name):
-                    self.fleet.release(name)
-                case AssignNodes(placement=placement):
-                    placed = self.placements[placement.job]
-                    self._assign(placed, effect, why or effect.reason, now)
+            self._assign(self.placements[each.placement.job], each, why or each.reason, now)
+
+    def _bind_nodes(self) -> None:
+        """Gives machines to the planner's new nodes, then takes those of its nodes that are
+        gone."""
+        came, gone = self.planner.table.take_changes()
+        for name, pool in came.items():
+            self.fleet.bind(name, pool)
+        for name in gone:
+            self.fleet.release(name)
+        self.layout_changed |= bool(came or gone)
 
     def _assign(self, placed: JobPlacement, to: AssignNodes, reason: str, now: float) -> None:
         placed.reason = reason
@@ -320,7 +320,8 @@ class ClusterPolicy:
         self._updates.touch(placed.job)
         self.unsaved.add(placed.job)
         self.layout_changed = True
-        self._apply(self.planner.complete_move(placed.job, now=now), now)
+        self.planner.complete_move(placed.job, now=now)
+        self._bind_nodes()
         self._let_in(now)
 
     def _keep_state(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
@@ -358,7 +359,7 @@ class ClusterPolicy:
         first = ""
         for placed in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.place_job(
+                placement = self.planner.place_job(
                     placed.spec, submitted_s=placed.submitted_s, now=now
                 )
             except Exhausted as error:
@@ -370,7 +371,7 @@ class ClusterPolicy:
                     self.unsaved.add(placed.job)
                     self._updates.add(QueueJob(job=placed.job, reason=placed.reason))
                 continue
-            self._apply(effects, now)
+            self._apply((placement,), now)
 
     def _supply(self) -> dict[Pool, int]:
         """Machines in use plus free machines that no job awaits, per pool."""

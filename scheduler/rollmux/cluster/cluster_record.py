@@ -127,12 +127,14 @@ def _restore_groups(
                 raise ValueError(f"job {placed.job} leaves nodes that no group has")
             size = placed.spec.host_bytes
             table.pin(placed.at, groups[placed.group], size)
-            table.unpin(placed.job, size, stays_resident=True)
+            table.unpin(placed.job, stays_resident=True)
     for one in records:
         for placement in one.pinned.values():
             table.pin(
                 placement, groups[one.group], policy.placements[placement.job].spec.host_bytes
             )
+    # The fleet's record has the machines of all nodes already.
+    table.take_changes()
     for group in groups.values():
         packer.refresh(group)
     names = (name for group in groups.values() for name in _names(group))

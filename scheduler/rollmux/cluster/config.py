@@ -4,7 +4,6 @@ import msgspec
 
 from harvester.contracts.ids import NodeId
 from scheduler.model import Pool
-from scheduler.rollmux.beliefs.slo import ChanceConstraint
 from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.group_table import NodeType
@@ -50,7 +49,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judge(self) -> Judge:
-        return Judge(rules=self.rules, constraint=ChanceConstraint(risk=self.risk))
+        return Judge(rules=self.rules, risk=self.risk)
 
     @property
     def planner(self) -> PlannerConfig:

@@ -1,16 +1,13 @@
 """Brings permits to the plan: the effects of one decision, in the order in which they apply."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.runtime_events import PlanEffect, SettleJob
 from scheduler.rollmux.permits.events import DropPlace
-from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms
-
-
-class PermitLookup(Protocol):
-    def permit(self, job: JobId) -> JobPermit | None: ...
 
 
 class Removal(NamedTuple):
@@ -26,7 +23,7 @@ ClusterEffect = PlanEffect | JobTerms | Removal | DropPlace
 
 
 class PermitUpdates:
-    def __init__(self, permits: PermitLookup) -> None:
+    def __init__(self, permits: PermitPolicy) -> None:
         self._permits = permits
         self._effects: list[ClusterEffect] = []
         self._removed: set[JobId] = set()

@@ -127,7 +127,7 @@ class PhaseMetrics:
         for stage in PermitStage:
             self._jobs.labels(stage).set(stages[stage])
         for kind in PhaseKind:
-            waiting = [each for each in job_permits if _waits(each, kind)]
+            waiting = [each for each in job_permits if each.claimed and each.kind is kind]
             held = [each for each in job_permits if each.holding and each.kind is kind]
             longest_s = max((now - each.enqueued_s for each in waiting), default=0.0)
             self._waiting.labels(kind).set(len(waiting))
@@ -261,12 +261,6 @@ class PlanMetrics:
 def _permits(policy: PhasePolicy) -> Iterable[JobPermit]:
     found = (policy.permit(job) for job in policy.jobs)
     return (each for each in found if each is not None)
-
-
-def _waits(permit: JobPermit, kind: PhaseKind) -> bool:
-    """Whether a worker waits; an unclaimed place keeps no worker waiting."""
-    claimed = permit.stage is PermitStage.WAITING and permit.last_call_s is not None
-    return claimed and permit.kind is kind
 
 
 def _kind(policy: PhasePolicy, job: JobId) -> str:

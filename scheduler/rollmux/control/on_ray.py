@@ -18,9 +18,8 @@ from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.make_service import compile_for, make_service
+from scheduler.rollmux.control.planning import compile_for, make_service
 from scheduler.rollmux.control.socket_server import exposition
-from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import (
     ControlUnreachable,
     JobStatus,
@@ -62,7 +61,7 @@ class ControlActor:
 
     async def jobs(self) -> bytes:
         """Status of every job, as the wire's records."""
-        return msgspec.json.encode(statuses(self._service))
+        return msgspec.json.encode(self._service.statuses())
 
     async def metrics(self) -> bytes:
         """Metrics in Prometheus's text format."""

@@ -42,7 +42,6 @@ from scheduler.rollmux.control.wire import (
     Transport,
 )
 from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register
-from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail, terms_fault
 
@@ -242,9 +241,7 @@ class PhaseClient:
             self._loading_s += sum(tail.in_line_s for tail in leased.tails)
         self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
-        # A tail has its nodes in part, and leaves that part to the job that has the rest.
-        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
-        whole = whole and not failed and not permit.in_doubt
+        whole = permit.stage.is_whole and not failed and not permit.in_doubt
         stays_loaded = resident is not None and resident.stays_loaded and whole
         try:
             if resident is not None and not stays_loaded:

@@ -32,6 +32,7 @@ from scheduler.rollmux.control.wire import (
     Ended,
     EnterReply,
     Granted,
+    JobStatus,
     PermitSnapshot,
     PlanStatus,
     Reply,
@@ -58,7 +59,7 @@ from scheduler.rollmux.permits.terms import terms_changes
 _log = logging.getLogger(__name__)
 JOBS_MAX = 4096
 TICK_S = 0.1
-_RETRY_S = 0.5
+RETRY_S = 0.5
 _TAKEN = (PermitEndReason.LEFT, PermitEndReason.OVERRAN)
 """Ends of permits whose processes live, and have a lease to learn of it."""
 
@@ -123,7 +124,7 @@ class PhaseService:
         terms = given.terms
         known = self._policy.permit(terms.job)
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
-            return CallRefused(reason=f"{JOBS_MAX} jobs are registered", retry_after_s=_RETRY_S)
+            return CallRefused(reason=f"{JOBS_MAX} jobs are registered", retry_after_s=RETRY_S)
         if known is None or known.terms != terms:
             changes = "" if known is None else terms_changes(known.terms, terms)
             refusal = _refusal(self._observe(given))
@@ -152,7 +153,7 @@ class PhaseService:
         if permit is None:
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         if (permit.holder, permit.kind) != (entry.holder, entry.kind):
-            return CallRefused(reason="another process of the job began", retry_after_s=_RETRY_S)
+            return CallRefused(reason="another process of the job began", retry_after_s=RETRY_S)
         if permit.holding:
             return Granted(
                 epoch=permit.epoch,
@@ -227,7 +228,7 @@ class PhaseService:
         """Delay before the next request, in s; None for a phase that the job does not have."""
         permit = self._policy.permit(entry.job)
         known = permit is None or permit.terms.phase(entry.kind) is not None
-        return _RETRY_S if known else None
+        return RETRY_S if known else None
 
     def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning service's to say
         """Plan status of a job; None without a plan."""
@@ -238,6 +239,10 @@ class PhaseService:
         """All known jobs."""
         return self._policy.jobs
 
+    def statuses(self) -> tuple[JobStatus, ...]:
+        """Status of every job, for people and dashboards."""
+        return tuple(map(self._status, self.jobs))
+
     def metrics(self) -> bytes:
         """Metrics in Prometheus's text format."""
         return self._metrics.render(self._policy, now=self._clock.now())
@@ -246,20 +251,21 @@ class PhaseService:
         self._log.close()
         self.state.close()
 
+    def _status(self, job: JobId) -> JobStatus:
+        permit = self._policy.permit(job)
+        # Without a permit: submitted, and without a placement or on its way to one.
+        found = JobStatus(job=job, stage=PermitStage.APART)
+        if permit is not None:
+            found = msgspec.convert(permit, JobStatus, from_attributes=True)
+        return msgspec.structs.replace(found, plan=self.plan_of(job))
+
     def _permit_state(self, permit: JobPermit) -> PermitSnapshot:
         ends_in_s: float | None = None
         if permit.stage is PermitStage.REVOKED and permit.revoked_s is not None:
             ends_s = permit.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
-        return PermitSnapshot(
-            stage=permit.stage,
-            nodes=permit.nodes,
-            accelerators=permit.accelerators,
-            keep=permit.keep,
-            keep_accelerators=permit.keep_accelerators,
-            warned=permit.warned_s is not None,
-            ends_in_s=ends_in_s,
-        )
+        found = msgspec.convert(permit, PermitSnapshot, from_attributes=True)
+        return msgspec.structs.replace(found, ends_in_s=ends_in_s)
 
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         """Decided, journalled and kept, before anything that depends on it is answered."""

@@ -12,6 +12,7 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
+from scheduler.model import JobSpec, PhaseSpec
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import (
     ClusterLayout,
@@ -21,6 +22,8 @@ from scheduler.rollmux.cluster.cluster_record import (
     layout,
     strangers,
 )
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
 from scheduler.rollmux.cluster.runtime_events import (
@@ -32,8 +35,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     Submit,
 )
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.phase_service import JOBS_MAX, PhaseService
-from scheduler.rollmux.control.status import plan_status
+from scheduler.rollmux.control.phase_service import JOBS_MAX, RETRY_S, PhaseService
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,
@@ -45,8 +47,8 @@ from scheduler.rollmux.control.wire import (
     Waiting,
 )
 from scheduler.rollmux.permits.events import Enter, Leave, Register
+from scheduler.rollmux.planner.planner import GroupPlanner
 
-_RETRY_S: Final = 0.5
 _LAYOUT: Final = "layout"
 _JOB: Final = "job/"
 _PLANS: Final = "this control plans: submit the job, and it is placed"
@@ -96,7 +98,7 @@ class PlanningService(PhaseService):
         if refusal:
             return CallRefused(reason=refusal)
         if known is None and len(self.cluster.placements) >= JOBS_MAX:
-            return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
+            return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=RETRY_S)
         self._observe(message)
         placed = self.cluster.placements[given.job]
         if placed.stage is PlacementStage.QUEUED:
@@ -128,7 +130,7 @@ class PlanningService(PhaseService):
         if not held_up:
             return super().entry_reply(entry)
         changed = self.cluster.placements[entry.job].changed
-        return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
+        return CallRefused(reason=held_up, retry_after_s=RETRY_S, unknown=changed)
 
     def leave(self, leave: Leave) -> Accepted | Ended:
         reply = super().leave(leave)
@@ -142,7 +144,31 @@ class PlanningService(PhaseService):
         return super().metrics()
 
     def plan_of(self, job: JobId) -> PlanStatus | None:
-        return plan_status(self.cluster, job, now=self._clock.now())
+        cluster, now = self.cluster, self._clock.now()
+        placed, facts = cluster.placements.get(job), cluster.planner.facts.get(job)
+        if placed is None:
+            return None
+        rollout, training = cluster.machines(placed.at)
+        waited_until_s = now if placed.placed_s is None else placed.placed_s
+        slowdown = credit_s = None
+        # Before the first iteration ended, both would compare the elapsed time with a cold start.
+        if facts is not None and placed.iterations:
+            slowdown, credit_s = facts.settled_slowdown(now), facts.settled_credit_s(now)
+        return PlanStatus(
+            job=job,
+            stage=placed.stage,
+            group=placed.group or placed.to_group or "",
+            rollout_nodes=rollout,
+            training_nodes=training,
+            moves_to=tuple(node for side in cluster.machines(placed.to) for node in side),
+            reason=placed.reason,
+            slo=placed.spec.slo,
+            slowdown=slowdown,
+            credit_s=credit_s,
+            iterations=placed.iterations,
+            moves=placed.moves,
+            waits_s=max(0.0, waited_until_s - placed.submitted_s),
+        )
 
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         began_s = self._clock.now()
@@ -154,7 +180,7 @@ class PlanningService(PhaseService):
     def _retry_s(self, entry: Enter) -> float | None:
         placed = self.cluster.placements.get(entry.job)
         kinds = () if placed is None else tuple(one.kind for one in placed.spec.phases)
-        return _RETRY_S if entry.kind in kinds else None
+        return RETRY_S if entry.kind in kinds else None
 
     def _new_policy(self) -> PhaseRuntime:
         assert self.settings.cluster is not None
@@ -166,13 +192,22 @@ class PlanningService(PhaseService):
         if permits is None and not plan:
             return None
         permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}
-        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - _kept_jobs(plan))
+        by_s = self.state.shift_s(now=now)
+        jobs = tuple(
+            msgspec.json.decode(record, type=JobRecord).shifted(by_s)
+            for name, record in plan.items()
+            if name.startswith(_JOB)
+        )
+        known = {record.placed.job for record in jobs}
+        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - known)
         if unknown:
             raise ConfigError(
                 f"jobs of the state file were placed by hand, {unknown[0]} among them: "
                 "start without nodes, or with another state file"
             )
-        return {"permits": permits, "plan": _kept_memory(plan, by_s=self.state.shift_s(now=now))}
+        where = msgspec.json.decode(plan.get(_LAYOUT, b"{}"), type=ClusterLayout)
+        record = ClusterRecord(layout=where, jobs=jobs)
+        return {"permits": permits, "plan": msgspec.to_builtins(record)}
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         before = self.cluster
@@ -188,6 +223,28 @@ class PlanningService(PhaseService):
         self.cluster.layout_changed = False
 
 
+def make_service(settings: ControlSettings, clock: Clock) -> PhaseService:
+    """Raises ConfigError if the state file belongs to another kind of control."""
+    kind = PhaseService if settings.cluster is None else PlanningService
+    return kind(settings, clock)
+
+
+def compile_for(cluster: ClusterConfig | None) -> None:
+    """Compiles a planner's forecasts before the first call: tens of seconds on a new machine.
+
+    A client of a present but silent control gives its permit up in the end; a client of an absent
+    control goes on.
+    """
+    if cluster is None:
+        return
+    planner = GroupPlanner(cluster.judge, cluster.types, cluster.planner)
+    for name in ("first", "second"):
+        phases = tuple(PhaseSpec(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)
+        job = JobSpec(job=JobId(name), phases=phases, slo=100.0, host_bytes=0)
+        planner.place_job(job, now=0.0)
+    planner.review(now=0.0)
+
+
 def _changed_records(policy: ClusterPolicy) -> dict[str, bytes | None]:
     """Records to write, None for removed ones; empty if nothing has changed."""
     records: dict[str, bytes | None] = {}
@@ -197,19 +254,3 @@ def _changed_records(policy: ClusterPolicy) -> dict[str, bytes | None]:
     if policy.layout_changed:
         records[_LAYOUT] = msgspec.json.encode(layout(policy))
     return records
-
-
-def _kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
-    """The plan's snapshot with its times shifted by `by_s`."""
-    jobs = tuple(
-        msgspec.json.decode(record, type=JobRecord).shifted(by_s)
-        for name, record in kept.items()
-        if name.startswith(_JOB)
-    )
-    where = msgspec.json.decode(kept.get(_LAYOUT, b"{}"), type=ClusterLayout)
-    memory: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=where, jobs=jobs))
-    return memory
-
-
-def _kept_jobs(kept: dict[str, bytes]) -> frozenset[JobId]:
-    return frozenset(JobId(name.removeprefix(_JOB)) for name in kept if name.startswith(_JOB))

@@ -32,10 +32,9 @@ from harvester.platform.systemd import reporting
 from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import PhaseService
+from scheduler.rollmux.control.planning import compile_for, make_service
 from scheduler.rollmux.control.socket_transport import socket_path
-from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
 
 MAX_BODY_BYTES = 1 << 20
@@ -72,7 +71,7 @@ class PhaseRoutes:
 
     @Route("GET /v1/phases", "Every job's status", callers=Callers.READERS)
     async def status(self, request: web.Request) -> tuple[JobStatus, ...]:
-        found, shows = statuses(self._api.service), self._api.owners.shows
+        found, shows = self._api.service.statuses(), self._api.owners.shows
         return tuple(each for each in found if shows(each.job, request[TENANT]))
 
     @Route("GET /v1/journal", "Where the journal's files are", callers=Callers.OBSERVERS)

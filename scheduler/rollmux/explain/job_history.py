@@ -34,6 +34,7 @@ from scheduler.rollmux.permits.events import (
     Register,
     Withdraw,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.permits.terms import JobTerms, terms_changes, terms_fault
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 
@@ -63,10 +64,16 @@ class JobHistory:
 
     def _began(self, line: Began) -> Iterator[HistoryEntry]:
         snapshot = line.snapshot or {}
-        job_permits = snapshot.get("permits", snapshot).get("jobs", [])
-        self.permits.begin(job_permits, line.moment)
+        raw = snapshot.get("permits", snapshot).get("jobs", ())
+        job_permits = [one for each in raw if (one := _converted(each, JobPermit)) is not None]
+        own = next((one for one in job_permits if one.job == self._job), None)
+        self.permits.begin(job_permits, own, line.moment)
         self._new_process = True
-        was_known, self.is_known = self.is_known, self._is_in(snapshot)
+        planned = snapshot.get("plan", {}).get("jobs", ())
+        is_planned = any(one["placed"]["spec"]["job"] == self._job for one in planned)
+        if not is_planned:
+            self._terms = None if own is None else own.terms
+        was_known, self.is_known = self.is_known, is_planned or own is not None
         if line.missing and was_known:
             words = f"{line.missing} decisions before this could not be written to the journal"
             yield HistoryEntry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
@@ -74,19 +81,9 @@ class JobHistory:
             words = "the control started without its state and no longer knows the job"
             yield HistoryEntry(at=line.moment.at, kind=EventKind.CONTROL, text=words)
         elif self.is_known and self._first:
-            words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"
+            words = f"the journal begins; the job is there already{_where(own)}"
             yield HistoryEntry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         self._first = False
-
-    def _is_in(self, snapshot: dict[str, Any]) -> bool:
-        planned = snapshot.get("plan", {}).get("jobs", ())
-        own = [one["placed"] for one in planned if one["placed"]["spec"]["job"] == self._job]
-        if own:
-            return True
-        permits = snapshot.get("permits", snapshot).get("jobs", ())
-        terms = [one["terms"] for one in permits if one["terms"]["job"] == self._job]
-        self._terms = _converted(terms[0], JobTerms) if terms else None
-        return bool(terms)
 
     def _decided(self, line: Dated) -> Iterator[HistoryEntry]:
         sample = line.decided.sample
@@ -112,8 +109,7 @@ class JobHistory:
                 self.is_known, self._queued_for = True, ""
                 yield HistoryEntry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not terms_fault(terms):
-                nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
-                words = f"placed by hand on {nodes}"
+                words = f"placed by hand on {_all_nodes(terms)}"
                 if self.is_known and self._terms is not None:
                     words = f"registered with other terms: {terms_changes(self._terms, terms)}"
                 self.is_known, self._terms = True, terms
@@ -184,12 +180,12 @@ def _converted(raw: dict[str, Any], kind: Any) -> Any:
         return None
 
 
-def _where(job_permits: list[dict[str, Any]], job: JobId) -> str:
-    own = next((one for one in job_permits if one["terms"]["job"] == job), None)
-    if own is None:
-        return ", without a placement"
-    nodes = dict.fromkeys(node for phase in own["terms"]["phases"] for node in phase["nodes"])
-    return f", on {' '.join(nodes)}"
+def _where(permit: JobPermit | None) -> str:
+    return ", without a placement" if permit is None else f", on {_all_nodes(permit.terms)}"
+
+
+def _all_nodes(terms: JobTerms) -> str:
+    return " ".join(dict.fromkeys(node for phase in terms.phases for node in phase.nodes))
 
 
 def _submitted(given: JobSpec) -> str:

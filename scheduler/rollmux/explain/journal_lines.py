@@ -69,21 +69,16 @@ def _dated(name: str, file: BinaryIO) -> Iterator[Began | Dated]:
     opened: Opened | None = None
     offset_s = 0.0
     for line in lines_of(file, name):
-        if isinstance(line, Opened) and line.t_s is None:
-            # An older control did not say: its first decision is taken to come at once.
-            opened = line
-            continue
         if isinstance(line, Opened):
-            yield (began := _began(line, line.t_s or 0.0))
-            offset_s = began.moment.at.timestamp() - began.moment.t_s
-            opened = None
+            opened = line
+        if line.t_s is None:
+            # An older control did not say: its first decision is taken to come at once.
             continue
         if opened is not None:
-            yield (began := _began(opened, line.t_s))
-            offset_s = began.moment.at.timestamp() - began.moment.t_s
+            began = JournalMoment(datetime.fromisoformat(opened.wall), line.t_s)
+            offset_s = began.at.timestamp() - began.t_s
+            yield Began(began, opened.snapshot, opened.missing)
             opened = None
-        yield Dated(JournalMoment(datetime.fromtimestamp(offset_s + line.t_s, UTC), line.t_s), line)
-
-
-def _began(line: Opened, t_s: float) -> Began:
-    return Began(JournalMoment(datetime.fromisoformat(line.wall), t_s), line.snapshot, line.missing)
+        if isinstance(line, Decided):
+            at = datetime.fromtimestamp(offset_s + line.t_s, UTC)
+            yield Dated(JournalMoment(at, line.t_s), line)

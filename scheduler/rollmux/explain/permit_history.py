@@ -1,6 +1,6 @@
 """One job's permits in the journal: the wait for each, and the jobs that it waited for."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.job_permit import HOLDING, PermitStage
+from scheduler.rollmux.permits.job_permit import JobPermit
 
 _SHOWN = 3
 """Most jobs named in an answer."""
@@ -66,13 +66,12 @@ class NodeHolders:
         self._keeps: dict[JobId, tuple[NodeId, ...]] = {}
         """Nodes that a tail was asked to keep."""
 
-    def begin(self, job_permits: Iterable[Mapping[str, Any]]) -> None:
+    def begin(self, job_permits: Iterable[JobPermit]) -> None:
         """Starts over with the records of a snapshot."""
         self._on, self._keeps = {}, {}
         for permit in job_permits:
-            job = JobId(permit["terms"]["job"])
-            self._add(job, permit.get("nodes", ()))
-            self._keeps[job] = tuple(permit.get("keep", ()))
+            self._add(permit.job, permit.nodes)
+            self._keeps[permit.job] = permit.keep
 
     def apply(self, effect: RuntimeEffect) -> None:
         match effect:
@@ -123,21 +122,20 @@ class PermitHistory:
         self._counts = True
         """Whether the current line lies in the requested time."""
 
-    def begin(self, job_permits: list[dict[str, Any]], now: JournalMoment) -> None:
+    def begin(
+        self, job_permits: Iterable[JobPermit], own: JobPermit | None, now: JournalMoment
+    ) -> None:
         """A process or a file begins with these records of the permits."""
         self._holders.begin(job_permits)
         if now.t_s < self._last_s:
             # Another clock, after a reboot: nothing that went on can be measured.
             self._asked_s = None
-        own = next((one for one in job_permits if one["terms"]["job"] == self._job), None)
-        if own is None or not own.get("kind"):
+        if own is None or own.kind is None:
             self._kind = self._asked_s = self._granted_s = None
             return
-        self._kind, self._ticket = PhaseKind(own["kind"]), own["ticket"]
-        self._awaits = tuple(own.get("awaits", ()))
-        holds = PermitStage(own["stage"]) in HOLDING
-        self._granted_s = own["started_s"] if holds else None
-        if self._asked_s is None and not holds and own.get("last_call_s") is not None:
+        self._kind, self._ticket, self._awaits = own.kind, own.ticket, own.awaits
+        self._granted_s = own.started_s if own.holding else None
+        if self._asked_s is None and not own.holding and own.last_call_s is not None:
             # Since when its worker asks is in no record.
             self._ask(now)
 

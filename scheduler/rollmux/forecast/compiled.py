@@ -1,6 +1,10 @@
-"""Compilation of this package's hot loops, with their Python signatures kept for mypy."""
+"""Compilation of hot loops, with their Python signatures kept for mypy, and cached on disk."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -14,4 +18,20 @@ _R = TypeVar("_R")
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    """The function compiled; it may call compiled functions of its own folder."""
+    # numba compares a cache file with its function's own file only, although callees and constants
+    # of other files are compiled into it. The name is part of the cache file's name.
+    function.__qualname__ += f"-{_sources_digest(Path(function.__code__.co_filename).parent)}"
+    rule = numba.njit(nogil=True, error_model="numpy")(function)
+    # Refused where there is no directory that this user may write: compiled in every process then.
+    with suppress(RuntimeError):
+        rule.enable_caching()
+    return cast(Callable[_P, _R], rule)
+
+
+@cache
+def _sources_digest(folder: Path) -> str:
+    digest = sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

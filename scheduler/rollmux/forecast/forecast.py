@@ -1,7 +1,6 @@
-"""Forecast of a group: its jobs' slow-downs over a few meta-iterations, in several scenarios.
+"""The input of a group's forecast: its jobs, their nodes and the beliefs about them.
 
-This module composes the question: the jobs of the group, their nodes, their beliefs, and the
-length of the run. `scenarios` runs it.
+`scenarios` runs them over a few meta-iterations.
 """
 
 from collections import defaultdict
@@ -15,8 +14,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records, compiled
-from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, keeps, slowdown_table
-from scheduler.rollmux.forecast.stages import EVENT, JOB, WAITS_ROLLOUT, Rules, empty_nodes
+from scheduler.rollmux.forecast.stages import JOB, WAITS_ROLLOUT
 
 
 class Occupant(NamedTuple):
@@ -33,8 +31,6 @@ class Occupant(NamedTuple):
 
 
 _OF_OCCUPANTS = ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share", "divisible")
-_NODES = empty_nodes()
-_NO_LOG = np.zeros(0, dtype=EVENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +79,6 @@ def _hosted(jobs: Records, beliefs: Records, hosting: Records) -> tuple[Records,
         hosted["rollout_nodes"][at] = rollout[at]
         hosted["training_nodes"][at] = training[at] << first
     return hosted, believed
-
-
-def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
-    """Elapsed over solo time, `[scenario, job]`.
-
-    With one scenario, all durations are their means.
-    """
-    return slowdown_table(roster.jobs, _NODES, roster.beliefs, horizon, rules, _NO_LOG)
-
-
-def keeps_all(
-    roster: Roster, *, rules: Rules, horizon: Horizon, short_run: ShortRun, quantile: float
-) -> bool:
-    """Whether `upper_bound` of each slow-down over the horizon is within its SLO."""
-    return keeps(roster.jobs, _NODES, roster.beliefs, short_run, horizon, quantile, rules, _NO_LOG)
 
 
 def group_load(occupants: Sequence[Occupant], *, tails_move: bool = False) -> tuple[float, float]:

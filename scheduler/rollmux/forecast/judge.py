@@ -2,17 +2,23 @@
 every job's SLO."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.facts import JobFacts
-from scheduler.rollmux.beliefs.slo import ChanceConstraint
+from scheduler.rollmux.beliefs.slo import quantile_of
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
-from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, upper_bound
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.scenarios import (
+    Horizon,
+    ShortRun,
+    keeps_all,
+    slowdowns,
+    upper_bound,
+)
 from scheduler.rollmux.forecast.stages import Rules
 
 OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
@@ -25,7 +31,12 @@ class Judge:
     rules: Rules = OUR_RULES
     horizon: Horizon = OUR_HORIZON
     short_run: ShortRun = OUR_SHORT_RUN
-    constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
+    risk: float = 0.25
+    """Accepted probability that a job's slow-down over the forecast exceeds its SLO."""
+
+    @property
+    def quantile(self) -> float:
+        return quantile_of(self.risk)
 
     def with_warm_start(self, seconds: float) -> "Judge":
         """The same judge with warm starts of that length, in s."""
@@ -47,15 +58,10 @@ class Judge:
 
     def admits(self, roster: Roster) -> bool:
         """Whether every job keeps its SLO."""
-        return keeps_all(
-            roster,
-            rules=self.rules,
-            horizon=self.horizon,
-            short_run=self.short_run,
-            quantile=self.constraint.quantile,
-        )
+        short_run, horizon = self.short_run, self.horizon
+        return keeps_all(roster.jobs, roster.beliefs, short_run, horizon, self.quantile, self.rules)
 
     def bounds(self, roster: Roster) -> Records:
         """The slow-down of each job that has to stay within its SLO."""
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
-        return np.asarray(upper_bound(found, self.constraint.quantile))
+        found = slowdowns(roster.jobs, roster.beliefs, self.horizon, self.rules)
+        return np.asarray(upper_bound(found, self.quantile))

@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.rollmux.forecast.compiled import Records, compiled
 from scheduler.rollmux.forecast.execution import advance
-from scheduler.rollmux.forecast.stages import Rules
+from scheduler.rollmux.forecast.stages import EVENT, Rules, empty_nodes
 
 SCENARIOS: Final = 4
 ROWS: Final = 48
@@ -56,6 +56,7 @@ def _draws() -> tuple[Records, Records]:
 
 
 _MEAN_DRAWS, _PHASE_DRAWS = _draws()
+_NODES: Final = empty_nodes()
 
 
 @compiled
@@ -75,14 +76,12 @@ def upper_bound(slowdowns: Records, quantile: float) -> Records:
 @compiled
 def _live(
     template: Records,
-    nodes: Records,
     beliefs: Records,
     doubt: float,
     scenario: int,
     warm_up: float,
     cycles: float,
     rules: Rules,
-    log: Records,
     found: Records,
 ) -> None:
     """Runs one scenario, and writes every job's elapsed over solo time to `found`."""
@@ -91,7 +90,7 @@ def _live(
     solo_s = np.zeros(count)
     jobs = template.copy()
     permits = np.zeros(2, dtype=np.int64)
-    loaded = nodes.copy()
+    loaded, no_log = _NODES.copy(), np.zeros(0, dtype=EVENT)
     longest_s = 0.0
     for k in range(count):
         means = (jobs["rollout_mean_s"][k], jobs["training_mean_s"][k])
@@ -110,10 +109,10 @@ def _live(
         jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS
     start_s = warm_up * longest_s
     end_s = start_s + cycles * longest_s
-    advance(jobs, loaded, permits, lengths_s, rules, 0.0, start_s, log)
+    advance(jobs, loaded, permits, lengths_s, rules, 0.0, start_s, no_log)
     for k in range(count):
         solo_s[k] = jobs["solo_s"][k] + jobs["worked_s"][k]
-    advance(jobs, loaded, permits, lengths_s, rules, start_s, end_s, log)
+    advance(jobs, loaded, permits, lengths_s, rules, start_s, end_s, no_log)
     for k in range(count):
         done_s = jobs["solo_s"][k] + jobs["worked_s"][k] - solo_s[k]
         found[k] = (end_s - start_s) / max(done_s, 1e-6)
@@ -126,23 +125,16 @@ def _too_uneven(jobs: Records) -> bool:
 
 
 @compiled
-def slowdown_table(
-    template: Records,
-    nodes: Records,
-    beliefs: Records,
-    horizon: Horizon,
-    rules: Rules,
-    log: Records,
-) -> Records:
-    """Elapsed over solo time of every job, `[scenario, job]`; beyond any SLO where the jobs are too
-    uneven to be run."""
+def slowdowns(template: Records, beliefs: Records, horizon: Horizon, rules: Rules) -> Records:
+    """Elapsed over solo time of every job of a roster, `[scenario, job]`; beyond any SLO where the
+    jobs are too uneven to be run. With one scenario, all durations are their means."""
     found = np.full((horizon.scenarios, template.size), ITERATIONS_RATIO_MAX)
     if _too_uneven(template):
         return found
     doubt = 0.0 if horizon.scenarios == 1 else 1.0
     warm_up, cycles = horizon.warm_up, horizon.cycles
     for at in range(horizon.scenarios):
-        _live(template, nodes, beliefs, doubt, at, warm_up, cycles, rules, log, found[at])
+        _live(template, beliefs, doubt, at, warm_up, cycles, rules, found[at])
     return found
 
 
@@ -177,17 +169,16 @@ def shares_nodes(jobs: Records, k: int) -> bool:
 
 
 @compiled
-def keeps(
+def keeps_all(
     template: Records,
-    nodes: Records,
     beliefs: Records,
     short_run: ShortRun,
     horizon: Horizon,
     quantile: float,
     rules: Rules,
-    log: Records,
 ) -> bool:
-    """Whether every job's bound is within its SLO; stops as soon as the answer is certain.
+    """Whether the bound of every job of a roster is within its SLO; stops as soon as the answer is
+    certain.
 
     A job with an SLO below 1 may share no node, and keeps it then.
     """
@@ -200,14 +191,14 @@ def keeps(
             return False
     found = np.zeros((scenarios, count))
     warm_up, cycles = short_run.warm_up, short_run.cycles
-    _live(template, nodes, beliefs, 0.0, 0, warm_up, cycles, rules, log, found[0])
+    _live(template, beliefs, 0.0, 0, warm_up, cycles, rules, found[0])
     for k in range(count):
         if found[0, k] > slos[k] + short_run.margin:
             return False
     doubt = 0.0 if scenarios == 1 else 1.0
     warm_up, cycles = horizon.warm_up, horizon.cycles
     for at in range(scenarios):
-        _live(template, nodes, beliefs, doubt, at, warm_up, cycles, rules, log, found[at])
+        _live(template, beliefs, doubt, at, warm_up, cycles, rules, found[at])
         for k in range(count):
             if quantile >= 0.0 and at + 1 < scenarios:
                 least = least_bound(found[: at + 1, k], scenarios, quantile)

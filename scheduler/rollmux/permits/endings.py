@@ -4,7 +4,6 @@ from typing import Final
 
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.accelerators import work_until
 from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import EndPermit, EnqueuePhase, Leave, PermitEndReason, Refuse
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
@@ -31,7 +30,7 @@ def ended(
         reason = PermitEndReason.OVERRAN if asked else PermitEndReason.FAILED
         stays_loaded = event.stays_loaded
         return [fail(table, permit, reason, event.failed, now=now, stays_loaded=stays_loaded)]
-    work_until(permit, now=now)
+    permit.work_until(now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
     loading_s = min(event.loading_s, permit.worked_s)
     _learn(permit, permit.kind, loading_s=loading_s, leased_s=leased_s)
@@ -75,7 +74,7 @@ def end(
     stays_loaded: bool = False,
 ) -> EndPermit:
     assert permit.kind is not None
-    work_until(permit, now=now)
+    permit.work_until(now)
     if stays_loaded:
         table.leave_loaded(permit)
     if reason is PermitEndReason.SILENT and permit.loaded_by == permit.holder:
@@ -113,7 +112,7 @@ def fail(
     """The job has lost its permit; it comes again from its last checkpoint, as if it were new."""
     if reason is PermitEndReason.OVERRAN and permit.kind is not None:
         longest = permit.longest_runs.get(permit.kind, LongestRun())
-        work_until(permit, now=now)
+        permit.work_until(now)
         permit.longest_runs[permit.kind] = longest.cut(permit.worked_s)
     permit.failures += 1
     return end(table, permit, reason, words, now=now, stays_loaded=stays_loaded)

@@ -1,4 +1,9 @@
-"""State of one job: waiting, with a permit or neither; and a permit's life as a table."""
+"""State of one job: waiting, with a permit or neither; and a permit's life as a table.
+
+A phase works at the share of its accelerators that it holds; its tail needs only the share that it
+keeps and works at its own speed anywhere. So a scheduler that sees permits only knows what a phase
+would have taken alone.
+"""
 
 from enum import StrEnum
 
@@ -6,7 +11,7 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.completion import CompletionCurve, ProgressTimes
+from scheduler.rollmux.permits.completion import CompletionCurve, ProgressTimes, tail_of
 from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -25,6 +30,14 @@ class PermitStage(StrEnum):
     """Runs on the kept part; other jobs use the rest."""
     REVOKED = "revoked"
     """Was asked to end; the grace period runs."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a phase that ends here may leave its state loaded.
+
+        A tail has its nodes in part, and leaves that part to the job that has the rest.
+        """
+        return self in (PermitStage.RUNNING, PermitStage.NARROWING)
 
 
 class PermitTrigger(StrEnum):
@@ -126,6 +139,44 @@ class JobPermit(msgspec.Struct, kw_only=True):
     @property
     def holding(self) -> bool:
         return self.stage in HOLDING
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a worker has asked for the permit that the job waits for."""
+        return self.stage is PermitStage.WAITING and self.last_call_s is not None
+
+    @property
+    def warned(self) -> bool:
+        """Whether its holder was warned that the phase takes longer than its bound."""
+        return self.warned_s is not None
+
+    @property
+    def in_tail(self) -> bool:
+        """Whether the completed share has reached the start of its phase's tail."""
+        phase = self.phase
+        if phase is None:
+            return False
+        ratio, _ = tail_of(phase, self.curves.get(phase.kind))
+        return ratio < 1.0 and self.complete_ratio >= ratio
+
+    @property
+    def speed(self) -> float:
+        """Seconds that the phase would have taken alone, in one second as its permit is now."""
+        parts = self.accelerators
+        if (not parts and not self.awaits) or self.stage is PermitStage.TAILING:
+            return 1.0
+        phase = self.phase
+        if phase is None or self.in_tail:
+            return 1.0
+        each = phase.accelerators
+        held = sum(len(parts[node]) if node in parts else each for node in self.nodes)
+        return held / phase.all_accelerators
+
+    def work_until(self, now: float) -> None:
+        """Brings `worked_s` up to now; before anything changes that its speed depends on."""
+        passed_s = max(0.0, now - self.worked_at_s)
+        self.worked_s += passed_s * self.speed
+        self.worked_at_s = now
 
     def move(self, trigger: PermitTrigger) -> bool:
         to = TRANSITIONS.get((self.stage, trigger))

@@ -8,7 +8,6 @@ another job waits. Updates the permits concerned and returns the effects for the
 from typing import Final, NamedTuple
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.permits.accelerators import in_tail, spread, work_until
 from scheduler.rollmux.permits.completion import tail_of
 from scheduler.rollmux.permits.events import NarrowPhase, RevokePermit, UnloadNodes
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
@@ -101,7 +100,7 @@ def _unload(other: JobPermit, nodes: tuple[NodeId, ...]) -> UnloadNodes:
 def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
     """The tail that may leave; None before the phase's tail, or beside another job's tail."""
     phase = holder.phase
-    if phase is None or holder.stage is not PermitStage.RUNNING or not in_tail(holder, phase):
+    if phase is None or holder.stage is not PermitStage.RUNNING or not holder.in_tail:
         return None
     _, count = tail_of(phase, holder.curves.get(phase.kind))
     alone = not holder.accelerators and not any(map(table.has_tail, holder.nodes))
@@ -109,12 +108,19 @@ def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableT
         return None
     # Accelerators are kept first on the nodes with the fewest waiting jobs.
     order = sorted(holder.nodes, key=lambda node: (len(table.waiting_at(node, now)), node))
-    return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
+    return MovableTail(holder, phase, _spread(order, count, per_node=phase.accelerators))
+
+
+def _spread(nodes: list[NodeId], accelerators: int, *, per_node: int) -> dict[NodeId, int]:
+    """Distributes `accelerators` evenly over the nodes, the remainder to the first ones."""
+    each, rest = divmod(accelerators, len(nodes))
+    counts = ((node, each + (at < rest)) for at, node in enumerate(nodes))
+    return {node: min(count, per_node) for node, count in counts if count}
 
 
 def _narrow(table: PermitTable, tail: MovableTail, now: float) -> NarrowPhase:
     holder, phase, keeps = tail
-    work_until(holder, now=now)
+    holder.work_until(now)
     holder.move(PermitTrigger.ASKED_TO_NARROW)
     table.leave_lines(holder)
     holder.keep = tuple(node for node in holder.nodes if node in keeps)

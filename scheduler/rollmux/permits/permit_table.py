@@ -218,8 +218,7 @@ class PermitTable:
         """Whether a worker or a tail of the job waits in line and would start at once."""
         if permit.stage is PermitStage.TAILING:
             return bool(permit.awaits)
-        claimed = permit.stage is PermitStage.WAITING and permit.last_call_s is not None
-        return claimed and self.asks(permit, now)
+        return permit.claimed and self.asks(permit, now)
 
     def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:
         line = (job for _, job in self._lines.get(node, ()))

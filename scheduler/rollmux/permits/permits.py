@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.permits.accelerators import in_tail, work_until
-from scheduler.rollmux.permits.admission import Effects, register, remove, request, withdraw
-from scheduler.rollmux.permits.endings import ended, fail, stale
+from scheduler.rollmux.permits.endings import end, ended, fail, stale
 from scheduler.rollmux.permits.events import (
+    AdmitJob,
     Beat,
     ControlResumed,
+    DropPlace,
     EndPermit,
     EnqueuePhase,
     Enter,
@@ -29,6 +29,7 @@ from scheduler.rollmux.permits.events import (
     PermitEndReason,
     PermitEvent,
     Recall,
+    Refuse,
     Register,
     RevokePermit,
     TimeElapsed,
@@ -39,9 +40,11 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.obstacles import make_room, revoke
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.starts import start_jobs
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.starts import enqueue, grant, join, start_jobs
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, terms_fault
 from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, deadlines_s, verdict
+
+Effects = list[PermitEffect]
 
 
 class PermitPolicy:
@@ -105,11 +108,11 @@ class PermitPolicy:
         return self._served(self._received(event, now), now)
 
     def register(self, terms: JobTerms, *, now: float) -> tuple[PermitEffect, ...]:
-        return self._served(register(self._table, terms), now)
+        return self._served(_register(self._table, terms), now)
 
     def remove(self, job: JobId, *, now: float, for_good: bool) -> tuple[PermitEffect, ...]:
         """Takes a job off its nodes; unless `for_good`, the knowledge about it stays."""
-        return self._served(remove(self._table, job, now=now, for_good=for_good), now)
+        return self._served(_remove(self._table, job, now=now, for_good=for_good), now)
 
     def _served(self, effects: Effects, now: float) -> tuple[PermitEffect, ...]:
         touched = self._table.take_touched()
@@ -126,13 +129,13 @@ class PermitPolicy:
         table = self._table
         match event:
             case Register():
-                return register(table, event.terms)
+                return _register(table, event.terms)
             case Forget():
-                return remove(table, event.job, now=now, for_good=True)
+                return _remove(table, event.job, now=now, for_good=True)
             case Enter():
-                return request(table, event, now=now)
+                return _request(table, event, now=now)
             case Withdraw():
-                return withdraw(table, event, now=now)
+                return _withdraw(table, event, now=now)
             case Beat():
                 return self._beat(event, now)
             case Leave():
@@ -153,7 +156,7 @@ class PermitPolicy:
         if permit is None:
             return [stale(event.job, event.epoch)]
         permit.last_call_s = now
-        work_until(permit, now=now)
+        permit.work_until(now)
         permit.tokens = max(permit.tokens, event.tokens)
         permit.complete_ratio = max(permit.complete_ratio, event.complete_ratio)
         if permit.course is not None:
@@ -161,7 +164,7 @@ class PermitPolicy:
         if event.narrowed and permit.move(PermitTrigger.NARROWED):
             freed = self._table.narrow(permit)
             return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
-        if permit.phase is not None and in_tail(permit, permit.phase):
+        if permit.in_tail:
             # Waiting jobs may start on what the tail leaves.
             self._table.touch_lines(permit.nodes)
         return [] if event.recall is None else [*self._recall(permit, event.recall, now)]
@@ -234,3 +237,73 @@ class PermitPolicy:
             if permit.holding or permit.last_call_s is not None:
                 permit.last_call_s = now
             permit.course = None
+
+
+def _register(table: PermitTable, terms: JobTerms) -> Effects:
+    job, fault = terms.job, terms_fault(terms)
+    if fault:
+        return [Refuse(job=job, reason=fault)]
+    permit = table.admit(terms)
+    table.leave_lines(permit)
+    effects: Effects = [AdmitJob(job=job)]
+    if permit.stage is PermitStage.WAITING and permit.kind is not None:
+        phase = terms.phase(permit.kind)
+        if phase is None:
+            permit.move(PermitTrigger.ENDED)
+        else:
+            effects.append(join(table, permit, phase, permit.ticket))
+    return effects
+
+
+def _remove(table: PermitTable, job: JobId, *, now: float, for_good: bool) -> Effects:
+    """Takes a job off its nodes and out of all lines; unless `for_good` it stays known."""
+    permit = table.jobs.get(job)
+    if permit is None:
+        return []
+    effects: Effects = []
+    if permit.holding:
+        # Its process does not know yet: the next job waits until it does, or is silent for a lease.
+        reason, words = PermitEndReason.LEFT, "the job left"
+        effects.append(end(table, permit, reason, words, now=now, stays_loaded=True))
+    table.leave_lines(permit)
+    if for_good:
+        table.unload(permit, permit.loaded)
+        table.remove(job)
+    else:
+        permit.move(PermitTrigger.ENDED)
+    return [*effects, DropPlace(job=job, forgotten=for_good)]
+
+
+def _request(table: PermitTable, event: Enter, *, now: float) -> Effects:
+    permit = table.jobs.get(event.job)
+    phase = permit.terms.phase(event.kind) if permit else None
+    if permit is None or phase is None:
+        return [Refuse(job=event.job, reason=f"no {event.kind} phase of such a job")]
+    if permit.holding:
+        if (permit.holder, permit.kind) != (event.holder, event.kind):
+            reason = f"the job holds a permit for its {permit.kind} phase"
+            return [Refuse(job=event.job, reason=reason)]
+        permit.last_call_s = now
+        return []
+    if permit.holder != event.holder and table.waits(permit, now):
+        return [Refuse(job=event.job, reason="another process of the job waits")]
+    effects: Effects = []
+    if (permit.stage, permit.kind) != (PermitStage.WAITING, event.kind):
+        table.leave_lines(permit)
+        effects.append(enqueue(table, permit, phase, now=now))
+    permit.holder, permit.last_call_s = event.holder, now
+    table.touch(permit.awaits)
+    if not phase.nodes:
+        effects.append(grant(table, permit, phase, (), now=now))
+    return effects
+
+
+def _withdraw(table: PermitTable, event: Withdraw, *, now: float) -> Effects:
+    permit = table.jobs.get(event.job)
+    if permit is None or permit.holder != event.holder:
+        return []
+    if permit.holding:
+        words = "its worker stopped waiting"
+        return [end(table, permit, PermitEndReason.WITHDRAWN, words, now=now)]
+    table.leave_lines(permit)
+    return [DropPlace(job=event.job)] if permit.move(PermitTrigger.ENDED) else []

@@ -7,7 +7,6 @@ a part.
 """
 
 from harvester.contracts.ids import NodeId
-from scheduler.rollmux.permits.accelerators import work_until
 from scheduler.rollmux.permits.completion import ProgressTimes
 from scheduler.rollmux.permits.events import EnqueuePhase, GrantPermit, WidenPermit
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
@@ -92,7 +91,7 @@ def _widen(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermi
     nodes = table.open_to(permit, now)
     if phase is None or not nodes:
         return []
-    work_until(permit, now=now)
+    permit.work_until(now)
     table.take(permit, nodes, per_node=phase.accelerators)
     if not permit.awaits and permit.move(PermitTrigger.RECALLED):
         permit.keep, permit.keep_accelerators = (), {}
@@ -100,7 +99,7 @@ def _widen(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermi
 
 
 def _widen_nodes(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
-    work_until(permit, now=now)
+    permit.work_until(now)
     nodes = table.widen(permit)
     if nodes:
         table.touch_lines(permit.nodes)

@@ -6,7 +6,6 @@ ending a phase that blocks no job would gain nothing. Pure; the policy acts on t
 
 from enum import StrEnum
 
-from scheduler.rollmux.permits.accelerators import speed
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -43,7 +42,7 @@ def late_s(permit: JobPermit) -> float:
 
     Slow-down by other jobs' tails does not count as lateness.
     """
-    return permit.worked_at_s + (bound_s(permit) - permit.worked_s) / speed(permit)
+    return permit.worked_at_s + (bound_s(permit) - permit.worked_s) / permit.speed
 
 
 def bound_s(permit: JobPermit) -> float:

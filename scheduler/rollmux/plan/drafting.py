@@ -21,7 +21,6 @@ from scheduler.rollmux.plan.document import (
 )
 from scheduler.rollmux.plan.forecasts import alternatives, promises
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
-from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
@@ -48,9 +47,8 @@ class KnownJobsPlanner(GroupPlanner):
 
     def place(self, job: PlannedJobSettings) -> None:
         """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
-        for effect in self.place_job(job.spec, now=0.0):
-            if isinstance(effect, AssignNodes):
-                self.reasons[effect.placement.job] = effect.reason
+        placed = self.place_job(job.spec, now=0.0)
+        self.reasons[placed.placement.job] = placed.reason
 
     def spare_nodes(self) -> None:
         """Searches for moves that spare nodes, until none is found."""

@@ -6,8 +6,8 @@ from typing import Final
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Placement
-from scheduler.rollmux.forecast.forecast import Roster, slowdowns
-from scheduler.rollmux.forecast.scenarios import upper_bound
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.scenarios import slowdowns, upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
@@ -20,8 +20,8 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
     roster = Roster.of(planner.packer.occupants(group))
-    found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
-    bounds = upper_bound(found, judge.constraint.quantile).tolist()
+    found = slowdowns(roster.jobs, roster.beliefs, judge.horizon, judge.rules)
+    bounds = upper_bound(found, judge.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(
         Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
@@ -35,11 +35,9 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     """Every other group and dedicated nodes, the cheapest first; the table stays as it is."""
     table, packer = planner.table, planner.packer
     home = table.groups[table.home[job]]
-    host_bytes = planner.facts[job].spec.host_bytes
     before = table.committed_per_hour
     here = _company(home, home.pinned[job])
-    table.unpin(job, host_bytes, stays_resident=True)
-    packer.refresh(home)
+    packer.leave(job, stays_resident=True)
     spared = before - table.committed_per_hour
     found = [
         _judged(planner, opening, opening.delta_per_hour - spared)
@@ -49,8 +47,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     if home.pinned:
         found.append(_alone(planner.packer.isolated(job).delta_per_hour - spared))
     found += _closed(planner, job, spared)
-    table.placed(job, host_bytes)
-    packer.refresh(home)
+    packer.put_back(job)
     found.sort(key=lambda one: (one.change_per_hour, one.kind, one.beside))
     return tuple(found[:_ALTERNATIVES_MAX])
 

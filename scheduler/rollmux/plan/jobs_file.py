@@ -146,17 +146,10 @@ class PlannedJobSettings(StrictSettings):
         )
 
     def _declared(self, kind: PhaseKind, given: DurationSettings) -> PhaseSpec:
-        curve = self.responses if kind is PhaseKind.ROLLOUT else ()
-        return PhaseSpec(
-            kind=kind,
-            max_s=given.max_s,
-            nodes=given.nodes if isinstance(given, PhaseSettings) else 0,
-            mean_s=given.mean_s,
-            cv=given.cv,
-            seen=given.seen,
-            divisible=not isinstance(given, RolloutSettings) or given.divisible,
-            curve=tuple(Completion(*point) for point in curve),
-        )
+        points = self.responses if kind is PhaseKind.ROLLOUT else ()
+        # A weight sync has no nodes.
+        fields = {"nodes": 0, **given.model_dump()}
+        return PhaseSpec(kind=kind, curve=tuple(Completion(*each) for each in points), **fields)
 
 
 class RiskSettings(StrictSettings):

@@ -31,18 +31,17 @@ from scheduler.rollmux.planner.verdicts import Admits, Hosting, VerdictCache, Ve
 
 
 class SearchedJob(NamedTuple):
-    """A job in the search; `version` identifies the planner's belief about it."""
+    """A job in the search; `version` identifies the planner's belief about it. Pairs are of the
+    rollout's and of the training's nodes."""
 
     version: int
     host_bytes: int
-    rollout_share: float
-    training_share: float
-    rollout_nodes: int = 1
-    training_nodes: int = 1
+    shares: tuple[float, float]
+    """Least share of a node's time."""
+    nodes: tuple[int, int] = (1, 1)
     home: int = 0
     """Bit of the job's present group; 0 without one."""
-    rollout_mask: int = 0
-    training_mask: int = 0
+    masks: tuple[int, int] = (0, 0)
     """The job's present nodes, as bits within its group."""
 
 
@@ -101,8 +100,7 @@ class CheapestHosting:
         `bounds` that are close save most of the work; they change no answer.
         """
         known = bounds or Bounds.none(len(candidates))
-        fits = [self.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
-        found = _Search(self, candidates, admits, known, fits).cheapest()
+        found = _Search(self, candidates, admits, known, self.fitting(candidates)).cheapest()
         return found[0], list(found[2])
 
     def together(
@@ -146,8 +144,8 @@ class CheapestHosting:
         """
         least, below = between
         versions = tuple(candidates[one].version for one in members)
-        left = table(tuple(candidates[one].rollout_nodes for one in members))
-        right = table(tuple(candidates[one].training_nodes for one in members))
+        left = table(tuple(candidates[one].nodes[0] for one in members))
+        right = table(tuple(candidates[one].nodes[1] for one in members))
         prices, rows, columns, alike = affordable(
             (left.nodes, left.residents, left.sharing, fits[0]),
             (right.nodes, right.residents, right.sharing, fits[1]),
@@ -170,16 +168,15 @@ class CheapestHosting:
     def _prices(self) -> tuple[float, float]:
         return self.types[Pool.ROLLOUT].price_per_hour, self.types[Pool.TRAINING].price_per_hour
 
-    def fitting(self, candidates: list[SearchedJob], pool: Pool) -> npt.NDArray[np.bool_]:
-        """`[candidates as a mask]`: whether memory and the least share of time allow one node."""
+    def fitting(self, candidates: list[SearchedJob]) -> Fits:
+        """Whether memory and the least share of time allow candidates on one node."""
         chosen = bits(len(candidates))
         sizes = np.array([one.host_bytes for one in candidates], dtype=np.float64)
-        rollout = pool is Pool.ROLLOUT
-        shares = np.array(
-            [one.rollout_share if rollout else one.training_share for one in candidates]
-        )
-        fits = chosen @ sizes <= self.types[pool].host_bytes
-        return np.asarray(fits & (chosen @ shares <= SHARE_LIMIT))
+        return [
+            (chosen @ sizes <= self.types[pool].host_bytes)
+            & (chosen @ np.array([one.shares[side] for one in candidates]) <= SHARE_LIMIT)
+            for side, pool in enumerate((Pool.ROLLOUT, Pool.TRAINING))
+        ]
 
 
 @dataclass(slots=True)
@@ -262,8 +259,8 @@ def present_sharing(candidates: Sequence[SearchedJob], members: Sequence[int]) -
     """Pairs of members in one group now, and those that share rollout and training nodes."""
     jobs = [candidates[one] for one in members]
     home = sharing([one.home for one in jobs])
-    rollout = sharing([one.rollout_mask for one in jobs])
-    return home, rollout, sharing([one.training_mask for one in jobs])
+    rollout, training = (sharing([one.masks[side] for one in jobs]) for side in (0, 1))
+    return home, rollout, training
 
 
 @cache

@@ -1,10 +1,10 @@
-"""Requests of the group planner to the cluster: nodes, and placements of jobs on them."""
+"""The group planner's answer to the cluster: placements of jobs on nodes."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from harvester.contracts.ids import GroupId, NodeId
-from scheduler.model import Node, Placement
+from harvester.contracts.ids import GroupId
+from scheduler.model import Placement
 
 
 class PlacementDecision(StrEnum):
@@ -24,21 +24,8 @@ class PlacementDecision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddNode:
-    node: Node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseNode:
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AssignNodes:
     decision: PlacementDecision
     group: GroupId
     placement: Placement
     reason: str
-
-
-GroupEffect = AddNode | ReleaseNode | AssignNodes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import Node, Placement, Pool
+from scheduler.model import Placement, Pool
 from scheduler.rollmux.planner.residency import Residency
 
 
@@ -23,16 +23,6 @@ class NodeType:
     price_per_hour: float
     """Price of the whole node."""
     host_bytes: int
-
-    def node(self, name: NodeId, pool: Pool) -> Node:
-        return Node(
-            node=name,
-            pool=pool,
-            type=self.type,
-            accelerators=self.accelerators,
-            price_per_hour=self.price_per_hour,
-            host_bytes=self.host_bytes,
-        )
 
 
 @dataclass(slots=True)
@@ -86,6 +76,10 @@ class GroupTable:
         """Count per pool of nodes with a job pinned to them or still leaving."""
         self.committed_per_hour = 0.0
         """Price of the nodes with a pinned job that is not leaving."""
+        self._came: dict[NodeId, Pool] = {}
+        self._gone: list[NodeId] = []
+        self._host_bytes: dict[JobId, int] = {}
+        """State of each job that is pinned or leaving."""
         self._pins: dict[NodeId, int] = {}
         self._staying: dict[NodeId, int] = {}
         self._leaving: dict[JobId, list[Placement]] = {}
@@ -109,14 +103,19 @@ class GroupTable:
             for number in range(last - count + 1, last + 1)
         )
 
-    def pin(self, placement: Placement, group: GroupState, host_bytes: int) -> tuple[Node, ...]:
-        """Pins a job, and returns the nodes that this brings up.
+    def take_changes(self) -> tuple[dict[NodeId, Pool], list[NodeId]]:
+        """Nodes that have come up since the last call, in order, and those that are gone."""
+        changes = self._came, self._gone
+        self._came, self._gone = {}, []
+        return changes
+
+    def pin(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
+        """Pins a job, and brings up the nodes that are not.
 
         Raises ValueError for what no planner may do: a node of another group, or host memory short.
         """
         if not self.planned.has_room(placement, host_bytes):
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
-        up: list[Node] = []
         self.groups.setdefault(group.group, group)
         for (pool, placed), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in placed:
@@ -124,16 +123,14 @@ class GroupTable:
                     raise ValueError(f"node {node} belongs to group {self.nodes[node]}")
                 if node not in owned:
                     owned.append(node)
-                    up.append(self.types[pool].node(node, pool))
+                    self._came[node] = pool
                 self.up[pool] += node not in self._pins
                 self._pins[node] = self._pins.get(node, 0) + 1
-        self._settle(placement, group, host_bytes)
-        return tuple(up)
+        self._host_bytes[placement.job] = host_bytes
+        self._settle(placement, group)
 
-    def unpin(
-        self, job: JobId, host_bytes: int, *, stays_resident: bool = False
-    ) -> tuple[NodeId, ...]:
-        """Takes a job out of its group, and returns the nodes that go down with it.
+    def unpin(self, job: JobId, *, stays_resident: bool = False) -> None:
+        """Takes a job out of its group; nodes without another job go down.
 
         `stays_resident` keeps its memory held until `left`: it still runs there.
         """
@@ -142,24 +139,25 @@ class GroupTable:
         self._count(placement, -1)
         if stays_resident:
             self._leaving.setdefault(job, []).append(placement)
-        self._count_memory(job, host_bytes)
-        return () if stays_resident else self._release(placement, group)
+        self._count_memory(job)
+        if not stays_resident:
+            self._release(placement, group)
 
-    def placed(self, job: JobId, host_bytes: int) -> None:
+    def placed(self, job: JobId) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
         placement = self._leaving[job].pop()
         if not self._leaving[job]:
             del self._leaving[job]
-        self._settle(placement, self.groups[self.nodes[placement.rollout_nodes[0]]], host_bytes)
+        self._settle(placement, self.groups[self.nodes[placement.rollout_nodes[0]]])
 
-    def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
-        """The moved or ended job has left every old placement; returns the nodes that go down."""
-        down: list[NodeId] = []
+    def left(self, job: JobId) -> None:
+        """The moved or ended job has left every old placement."""
         groups = self.leaving_groups(job)
         for group, placement in zip(groups, self._leaving.pop(job, ()), strict=True):
-            down += self._release(placement, group)
-        self._count_memory(job, host_bytes)
-        return tuple(down)
+            self._release(placement, group)
+        self._count_memory(job)
+        if job not in self.home:
+            del self._host_bytes[job]
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs pinned to the node, whether there already or still on the way."""
@@ -179,7 +177,7 @@ class GroupTable:
             if any(node in placement.nodes for placement in placements)
         )
 
-    def replace(self, lost: NodeId) -> Node:
+    def replace(self, lost: NodeId) -> None:
         """Replaces a lost node by a new one for every job pinned to it.
 
         `left` must be called before for each job that was leaving it.
@@ -195,7 +193,8 @@ class GroupTable:
             by_node[fresh] = by_node.pop(lost)
         self.resident.replace(lost, fresh)
         self.planned.replace(lost, fresh)
-        return self.types[pool].node(fresh, pool)
+        self._came[fresh] = pool
+        self._goes_down(lost)
 
     def leaving_groups(self, job: JobId) -> list[GroupState]:
         """Groups in which the job is still resident, though pinned elsewhere."""
@@ -235,18 +234,18 @@ class GroupTable:
         prices = [self.types[pool].price_per_hour for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         return rollout * prices[0] + training * prices[1]
 
-    def _count_memory(self, job: JobId, host_bytes: int) -> None:
-        home = self.home.get(job)
+    def _count_memory(self, job: JobId) -> None:
+        home, host_bytes = self.home.get(job), self._host_bytes[job]
         pinned = [] if home is None else [self.groups[home].pinned[job]]
         planned = [node for placement in pinned for node in placement.nodes]
         leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
         self.planned.keep(job, planned, host_bytes)
         self.resident.keep(job, [*planned, *leaving], host_bytes)
 
-    def _settle(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
+    def _settle(self, placement: Placement, group: GroupState) -> None:
         group.pinned[placement.job] = placement
         self.home[placement.job] = group.group
-        self._count_memory(placement.job, host_bytes)
+        self._count_memory(placement.job)
         self._count(placement, 1)
 
     def _count(self, placement: Placement, change: int) -> None:
@@ -259,8 +258,7 @@ class GroupTable:
                 if before + change == 0:
                     del self._staying[node]
 
-    def _release(self, placement: Placement, group: GroupState) -> tuple[NodeId, ...]:
-        down: list[NodeId] = []
+    def _release(self, placement: Placement, group: GroupState) -> None:
         for (pool, placed), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in placed:
                 self._pins[node] -= 1
@@ -268,10 +266,14 @@ class GroupTable:
                     owned.remove(node)
                     self.up[pool] -= 1
                     del self._pins[node], self.nodes[node]
-                    down.append(node)
+                    self._goes_down(node)
         if not group.rollout and not group.training:
             del self.groups[group.group]
-        return tuple(down)
+
+    def _goes_down(self, node: NodeId) -> None:
+        # A search that takes its moves back leaves no trace.
+        if self._came.pop(node, None) is None:
+            self._gone.append(node)
 
 
 def _exchanged(placement: Placement, lost: NodeId, fresh: NodeId) -> Placement:

@@ -5,7 +5,7 @@ scaling (ours) adds training nodes, and a new isolated group is always possible.
 hard limit. Among equal prices the fullest group is tried first, so that the emptier ones can end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, islice, product
@@ -33,6 +33,10 @@ class Opening:
     placement: Placement
     delta_per_hour: float
     """Price of the nodes that it brings up, or keeps up."""
+
+    @property
+    def job(self) -> JobId:
+        return self.placement.job
 
     @property
     def widened(self) -> GroupState:
@@ -86,6 +90,23 @@ class Packer:
         """Updates the group's row; call it whenever the group changed."""
         self.index.refresh(group, self.table, self.node_shares(group))
 
+    def take(self, opening: Opening) -> None:
+        """Pins the opening's job there."""
+        host_bytes = self.facts[opening.job].spec.host_bytes
+        self.table.pin(opening.placement, opening.group, host_bytes)
+        self.refresh(opening.group)
+
+    def leave(self, job: JobId, *, stays_resident: bool = False) -> None:
+        """Takes a job out of its group, as `GroupTable.unpin`."""
+        group = self.table.groups[self.table.home[job]]
+        self.table.unpin(job, stays_resident=stays_resident)
+        self.refresh(group)
+
+    def put_back(self, job: JobId) -> None:
+        """Takes back the last `leave` of a job that was to stay resident."""
+        self.table.placed(job)
+        self.refresh(self.table.groups[self.table.home[job]])
+
     def occupant(
         self, job: JobId, rollout: int, training: int, *, slo_of: SloOf = stated_slo
     ) -> Occupant:
@@ -138,8 +159,8 @@ class Packer:
         node_s = belief.rollout_s * self.judge.tail(facts).node_ratio
         return node_s / slowest_s, belief.training_s / slowest_s
 
-    def best(self, job: JobId, *, without: Iterable[GroupState] = ()) -> Opening:
-        """The cheapest admissible opening, in no group of `without`.
+    def best(self, job: JobId, *, without: GroupState | None = None) -> Opening:
+        """The cheapest admissible opening, not in the group `without`.
 
         Looks at the `tries` fullest groups of each kind, regardless of the supply of nodes.
         """
@@ -147,7 +168,7 @@ class Packer:
         return found or self.isolated(job)
 
     def best_within_supply(
-        self, job: JobId, *, without: Iterable[GroupState] = ()
+        self, job: JobId, *, without: GroupState | None = None
     ) -> Opening | None:
         """Like `best`, but only in existing groups and on supplied nodes; looks at every group."""
         # The index may be older than the latest beliefs about its jobs.
@@ -156,11 +177,10 @@ class Packer:
         return self._in_groups(job, without, within_supply=True)
 
     def _in_groups(
-        self, job: JobId, without: Iterable[GroupState], *, within_supply: bool
+        self, job: JobId, without: GroupState | None, *, within_supply: bool
     ) -> Opening | None:
         facts = self.facts[job]
         shares, host_bytes = self.shares(facts), facts.spec.host_bytes
-        excluded = {group.group for group in without}
         tries = None if within_supply else self.limits.tries
         for kind, pools in self._kinds(facts):
             groups = self.index.candidates(shares, host_bytes, pools=pools, most=tries)
@@ -168,7 +188,7 @@ class Packer:
                 (
                     opening
                     for group in groups
-                    if group.group not in excluded and self.judge.takes_more(self.occupants(group))
+                    if group is not without and self.judge.takes_more(self.occupants(group))
                     for opening in self._openings(group, job, kind)
                     if not within_supply or self.table.is_supplied(opening.placement)
                 ),

@@ -15,18 +15,11 @@ from scheduler.model import JobSpec, PhaseKind, Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.evacuation import Evacuation
-from scheduler.rollmux.planner.group_effects import (
-    AddNode,
-    AssignNodes,
-    GroupEffect,
-    PlacementDecision,
-    ReleaseNode,
-)
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
 from scheduler.rollmux.planner.regroup import Regrouping
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation, endangered, together
+from scheduler.rollmux.planner.relocation import MovePrices, Relocation, endangered, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +29,6 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
-    resubmits: bool = False
-    """Whether a failed node's jobs arrive again, as in the paper; else the node is replaced."""
     searches: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
@@ -61,7 +52,6 @@ class GroupPlanner:
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.table, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
-        self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
         self.regroup = Regrouping(self.packer, self.relocation, self.config.prices)
         self._searches_left = 0
@@ -82,7 +72,7 @@ class GroupPlanner:
 
     def place_job(
         self, job: JobSpec, *, now: float, submitted_s: float | None = None
-    ) -> tuple[GroupEffect, ...]:
+    ) -> AssignNodes:
         """Places an arrival. Raises Exhausted if none fits; the planner is as before then.
 
         `submitted_s` is the time at which the job began to wait for nodes; None: it did not wait.
@@ -98,15 +88,13 @@ class GroupPlanner:
         except Exception:
             del self.facts[job.job]
             raise
-        up = self.table.pin(opening.placement, opening.group, job.host_bytes)
-        self.packer.refresh(opening.group)
-        placed = AssignNodes(
+        self.packer.take(opening)
+        return AssignNodes(
             decision=PlacementDecision.PLACED,
             group=opening.group.group,
             placement=opening.placement,
             reason=f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h",
         )
-        return (*(AddNode(node=node) for node in up), placed)
 
     def choose(self, job: JobId) -> Opening:
         """The opening for an arrival; the table is unchanged. Raises Exhausted if nodes are
@@ -138,40 +126,47 @@ class GroupPlanner:
         facts.seen_s = now
         self._changed |= young and facts.mature
 
-    def end_job(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
+    def end_job(self, job: JobId, *, now: float) -> None:
         """The job is done, or was given up."""
         self.packer.now_s = now
-        host_bytes = self.facts[job].spec.host_bytes
         group = self.table.groups[self.table.home[job]]
-        down = (*self.table.unpin(job, host_bytes), *self.table.left(job, host_bytes))
+        self.table.unpin(job)
+        self.table.left(job)
         self.packer.refresh(group)
         del self.facts[job]
         self._changed = True
-        return tuple(ReleaseNode(node=node) for node in down)
 
-    def complete_move(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
+    def complete_move(self, job: JobId, *, now: float) -> None:
         """The job has left its old nodes."""
         self.packer.now_s = now
-        facts = self.facts[job]
-        facts.moving = False
-        down = self.table.left(job, facts.spec.host_bytes)
-        return tuple(ReleaseNode(node=node) for node in down)
+        self.facts[job].moving = False
+        self.table.left(job)
 
-    def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
-        """The node is gone, with the current iteration of every job pinned to it."""
+    def fail_node(self, node: NodeId, *, now: float) -> tuple[AssignNodes, ...]:
+        """The node is gone, with the current iteration of every job pinned to it.
+
+        It is replaced in its group if a job is pinned to it. Only its jobs begin again, beside the
+        same others as before, so that every SLO that held still holds, up to the cost of the lost
+        iteration. If one end of a job's move fails, the move is over and the job keeps the other.
+        """
         self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if node not in self.table.nodes:
             return ()
-        if self.config.resubmits:
-            return self.evacuation.resubmit(node)
-        return self.evacuation.replace(node)
+        group = self.table.groups[self.table.nodes[node]]
+        pinned, torn = self.table.on_node(node), self.table.leaving_node(node)
+        for job in torn:
+            self._leave_torn(job)
+        if pinned:
+            self.table.replace(node)
+        self.packer.refresh(group)
+        return self._begin_again(pinned, torn, f"node {node} failed; it is replaced")
 
-    def review(self, *, now: float) -> tuple[GroupEffect, ...]:
+    def review(self, *, now: float) -> tuple[AssignNodes, ...]:
         """Looks for SLOs at risk and for nodes that could be spared."""
         self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if not self.config.moves:
             return ()
-        effects: list[GroupEffect] = []
+        effects: list[AssignNodes] = []
         for group in list(self.table.groups.values()):
             if now - self._checked_s.get(group.group, float("-inf")) >= self.config.recheck_s:
                 self._checked_s[group.group] = now
@@ -190,7 +185,32 @@ class GroupPlanner:
                 self._searches_left = self.config.searches
         return tuple(effects)
 
-    def _restore(self, group: GroupState, *, now: float) -> list[GroupEffect]:
+    def _leave_torn(self, job: JobId) -> None:
+        """The job's move is over, since the node that it was leaving has failed."""
+        groups = self.table.leaving_groups(job)
+        self.table.left(job)
+        for group in groups:
+            self.packer.refresh(group)
+
+    def _begin_again(
+        self, pinned: tuple[JobId, ...], torn: tuple[JobId, ...], why: str
+    ) -> tuple[AssignNodes, ...]:
+        """The placements of the jobs on a failed node; each takes effect at once unless the job
+        still runs on nodes that it is leaving."""
+        assigned = []
+        for job in dict.fromkeys((*pinned, *torn)):
+            facts, group = self.facts[job], self.table.home[job]
+            decision = PlacementDecision.MOVED
+            if job in torn or not facts.moving:
+                decision, facts.moving = PlacementDecision.RESTARTED, False
+                facts.lose_iteration()
+            placement = self.table.groups[group].pinned[job]
+            assigned.append(
+                AssignNodes(decision=decision, group=group, placement=placement, reason=why)
+            )
+        return tuple(assigned)
+
+    def _restore(self, group: GroupState, *, now: float) -> list[AssignNodes]:
         if len(group.pinned) < 2:
             return []
         self.packer.refresh(group)
@@ -207,19 +227,16 @@ class GroupPlanner:
         cause = endangered(members, roster, judge, now=now)
         return self._announce(moves, f"{cause}; {price}", now=now)
 
-    def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
-        effects: list[GroupEffect] = []
+    def _announce(self, moves: list[Opening], why: str, *, now: float) -> list[AssignNodes]:
         for move in moves:
             facts = self.facts[move.job]
             facts.moving, facts.moved_s = True, now
-            group = move.opening.group.group
-            effects += [AddNode(node=node) for node in move.up]
-            effects.append(
-                AssignNodes(
-                    decision=PlacementDecision.MOVED,
-                    group=group,
-                    placement=move.opening.placement,
-                    reason=f"{why}{together(move, moves)}; {move.opening.kind}",
-                )
+        return [
+            AssignNodes(
+                decision=PlacementDecision.MOVED,
+                group=move.group.group,
+                placement=move.placement,
+                reason=f"{why}{together(move, moves)}; {move.kind}",
             )
-        return effects
+            for move in moves
+        ]

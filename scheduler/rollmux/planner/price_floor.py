@@ -50,7 +50,7 @@ class PriceFloor:
     ) -> Bounds | None:
         """The least price per hour of any hosting of all the jobs, with the bounds on the way;
         None if it is above `at_most`."""
-        fits = [self.search.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        fits = self.search.fitting(candidates)
         if len(self._doubts) > _DOUBTS_MAX:
             self._doubts.clear()
         names: list[tuple[int, ...]] = [()]
@@ -106,14 +106,10 @@ class PriceFloor:
         node time that they cannot do without."""
         chosen = bits(len(candidates))
         least, work = np.zeros(len(chosen)), np.zeros(len(chosen))
-        for pool in (Pool.ROLLOUT, Pool.TRAINING):
+        for side, pool in enumerate((Pool.ROLLOUT, Pool.TRAINING)):
             kind = self.search.types[pool]
-            if pool is Pool.ROLLOUT:
-                widths = np.array([one.rollout_nodes for one in candidates])
-                shares = np.array([one.rollout_share for one in candidates])
-            else:
-                widths = np.array([one.training_nodes for one in candidates])
-                shares = np.array([one.training_share for one in candidates])
+            widths = np.array([one.nodes[side] for one in candidates])
+            shares = np.array([one.shares[side] for one in candidates])
             sizes = np.array([one.host_bytes for one in candidates]) / kind.host_bytes
             time = chosen @ (shares * widths)
             needed = np.maximum(time, chosen @ (sizes * widths))

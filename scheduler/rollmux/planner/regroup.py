@@ -15,9 +15,9 @@ from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count, numbers
 from scheduler.rollmux.planner.cheapest_hosting import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.group_table import GroupState
-from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
+from scheduler.rollmux.planner.packing import Opening, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.relocation import MovePrices, Relocation
 from scheduler.rollmux.planner.verdicts import Hosting
 
 _SEEN_MAX = 4096
@@ -54,7 +54,7 @@ class Regrouping:
         self._spares.clear()
         self._idle = None
 
-    def improve(self, *, now: float) -> list[Move]:
+    def improve(self, *, now: float) -> list[Opening]:
         """One search: moves that free nodes, already applied to the table, or none."""
         groups, key = self._most_promising(now=now)
         if not groups:
@@ -96,7 +96,7 @@ class Regrouping:
             return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
-        return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
+        return self._relocation.move_all(movers)
 
     def unseen(self, *, now: float) -> bool:
         """Whether another search may find something."""
@@ -196,18 +196,14 @@ class Regrouping:
 
     def _searched_job(self, job: JobId, groups: Sequence[GroupState]) -> SearchedJob:
         facts = self._packer.facts[job]
-        rollout, training = self._packer.shares(facts)
         home = next(at for at, group in enumerate(groups) if job in group.pinned)
-        masks = groups[home].masks(groups[home].pinned[job])
         return SearchedJob(
             facts.version,
             facts.spec.host_bytes,
-            rollout,
-            training,
-            facts.rollout_nodes,
-            facts.training_nodes,
+            self._packer.shares(facts),
+            (facts.rollout_nodes, facts.training_nodes),
             1 << home,
-            *masks,
+            groups[home].masks(groups[home].pinned[job]),
         )
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:

@@ -6,11 +6,11 @@ credit covers a move, jobs move only where a job that needs dedicated nodes has 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, starmap
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Node, Placement
+from scheduler.model import Placement
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
 from scheduler.rollmux.forecast.forecast import Roster
@@ -34,13 +34,6 @@ class MovePrices:
     """Additional cost of a move, in iterations: the wait for the iteration's end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    job: JobId
-    opening: Opening
-    up: tuple[Node, ...]
-
-
 class Relocation:
     def __init__(self, packer: Packer, prices: MovePrices) -> None:
         self._packer = packer
@@ -49,7 +42,7 @@ class Relocation:
         self.move_s = prices.move_s
         """Time that a job loses by a move, as far as it is known."""
 
-    def restore(self, group: GroupState, *, now: float) -> list[Move]:
+    def restore(self, group: GroupState, *, now: float) -> list[Opening]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
 
         Already applied to the table; empty where nothing can or need be done.
@@ -72,7 +65,7 @@ class Relocation:
                 break
         return moves
 
-    def _restore(self, group: GroupState, movable: Sequence[JobId]) -> list[Move]:
+    def _restore(self, group: GroupState, movable: Sequence[JobId]) -> list[Opening]:
         fewest = [combinations(movable, count) for count in (1, 2)]
         # A list: tentative moves that are taken back change the group meanwhile.
         all_beside = [self._besides(group, one) for one in group.pinned]
@@ -86,7 +79,7 @@ class Relocation:
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._table.committed_per_hour
-                moves = self.relocate(jobs, without=(group,))
+                moves = self.relocate(jobs, group)
                 if moves is None:
                     continue
                 price = self._table.committed_per_hour - before
@@ -94,7 +87,7 @@ class Relocation:
                 if best is None or price < best[0]:
                     best = (price, jobs)
             if best is not None:
-                return self.relocate(best[1], without=(group,)) or []
+                return self.relocate(best[1], group) or []
         return []
 
     def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
@@ -102,26 +95,23 @@ class Relocation:
         alone = self._packer.slo_now(self._facts(job)) < 1.0
         return group.beside(group.pinned[job]) if alone else ()
 
-    def relocate(
-        self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
-    ) -> list[Move] | None:
-        """Moves all of the jobs, the heaviest first, or no job; None if one finds no opening."""
+    def relocate(self, jobs: Sequence[JobId], home: GroupState) -> list[Opening] | None:
+        """Moves all of these jobs of a group, the heaviest first, or no job; None if one finds no
+        opening elsewhere."""
         packer = self._packer
 
         def opening(job: JobId) -> Opening | None:
-            found = packer.best(job, without=without)
+            found = packer.best(job, without=home)
             supplied = self._table.is_supplied(found.placement)
-            return found if supplied else packer.best_within_supply(job, without=without)
+            return found if supplied else packer.best_within_supply(job, without=home)
 
         heaviest_first = sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job])))
         return self._move(jobs, map(opening, heaviest_first))
 
-    def take_back(self, moves: Sequence[Move]) -> None:
+    def take_back(self, moves: Sequence[Opening]) -> None:
         for move in reversed(moves):
-            self._table.unpin(move.job, self._bytes(move.job))
-            self._packer.refresh(move.opening.group)
-            self._table.placed(move.job, self._bytes(move.job))
-            self._packer.refresh(self._table.groups[self._table.home[move.job]])
+            self._packer.leave(move.job)
+            self._packer.put_back(move.job)
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
         """Whether the job's credit covers the move and its additional cost."""
@@ -150,48 +140,41 @@ class Relocation:
     def _facts(self, job: JobId) -> JobFacts:
         return self._packer.facts[job]
 
-    def _bytes(self, job: JobId) -> int:
-        return self._facts(job).spec.host_bytes
-
-    def move_all(
-        self, targets: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
-    ) -> list[Move]:
+    def move_all(self, targets: Sequence[tuple[GroupState, Placement]]) -> list[Opening]:
         """Moves jobs to given nodes, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
         table = self._table
 
         def opening(group: GroupState, placement: Placement) -> Opening | None:
-            fits = table.planned.has_room(placement, self._bytes(placement.job))
+            host_bytes = self._facts(placement.job).spec.host_bytes
+            fits = table.planned.has_room(placement, host_bytes)
             if not fits or not table.is_supplied(placement):
                 return None
+            kind = OpeningKind.DIRECT
             return Opening(kind=kind, group=group, placement=placement, delta_per_hour=0.0)
 
         return self._move([one.job for _, one in targets], starmap(opening, targets)) or []
 
-    def _move(self, jobs: Sequence[JobId], openings: Iterable[Opening | None]) -> list[Move] | None:
+    def _move(
+        self, jobs: Sequence[JobId], openings: Iterable[Opening | None]
+    ) -> list[Opening] | None:
         """Moves the jobs, each opening found after the moves before; None takes all back."""
-        homes = [(job, self._table.groups[self._table.home[job]]) for job in jobs]
-        for job, home in homes:
-            self._table.unpin(job, self._bytes(job), stays_resident=True)
-            self._packer.refresh(home)
-        moves: list[Move] = []
+        for job in jobs:
+            self._packer.leave(job, stays_resident=True)
+        moves: list[Opening] = []
         for opening in openings:
             if opening is None:
                 self.take_back(moves)
-                for job, home in homes:
+                for job in jobs:
                     if job not in self._table.home:
-                        self._table.placed(job, self._bytes(job))
-                        self._packer.refresh(home)
+                        self._packer.put_back(job)
                 return None
-            job, before = opening.placement.job, self._table.committed_per_hour
-            up = self._table.pin(opening.placement, opening.group, self._bytes(job))
-            self._packer.refresh(opening.group)
-            added = self._table.committed_per_hour - before
-            moves.append(Move(job=job, opening=replace(opening, delta_per_hour=added), up=up))
+            self._packer.take(opening)
+            moves.append(opening)
         return moves
 
 
-def together(move: Move, moves: Sequence[Move]) -> str:
+def together(move: Opening, moves: Sequence[Opening]) -> str:
     """Names of the other jobs that move for the same reason; empty if none does."""
     others: list[JobId] = sorted(one.job for one in moves if one.job != move.job)
     return f", together with {', '.join(others)}" if others else ""

@@ -16,9 +16,9 @@ from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, group_load, slowdowns
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, group_load
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.forecast.scenarios import ROUNDING, Horizon
+from scheduler.rollmux.forecast.scenarios import ROUNDING, Horizon, slowdowns
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, PackingLimits
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
@@ -33,8 +33,8 @@ from scheduler.sim.rollmux.workload import (
 VERL_SLOWDOWN: Final = 1.02
 """Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
-_LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
-"""Jobs stay where they were placed, and arrive again when one of their nodes fails."""
+_LEFT_ALONE: Final = PlannerConfig(moves=False)
+"""Jobs stay where they were placed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +176,11 @@ class WorstCase(Judge):
         return bool((self.bounds(roster) <= roster.slos + ROUNDING).all())
 
     def bounds(self, roster: Roster) -> Records:
-        return np.asarray(slowdowns(roster, rules=self.rules, horizon=self.horizon)[0])
+        return np.asarray(slowdowns(roster.jobs, roster.beliefs, self.horizon, self.rules)[0])
 
 
-def paper_planner() -> GroupPlanner:
+def paper_planner(kind: type[GroupPlanner] = GroupPlanner) -> GroupPlanner:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
-    return GroupPlanner(WorstCase(), NODE_TYPES, config)
+    return kind(WorstCase(), NODE_TYPES, config)

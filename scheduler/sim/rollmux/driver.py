@@ -4,12 +4,13 @@ It sends the runtime the events of jobs and nodes at their true times, and carri
 It has no rule of its own: no order, no tail, no placement and no memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Final
 
-from harvester.contracts.ids import NodeId
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import NO_JOB
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
@@ -39,11 +40,9 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Ledger, NodeBill, RunCounts, RunResult
-from scheduler.sim.rollmux.loaded_nodes import LoadedNodes
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, spec_of
 
@@ -52,7 +51,6 @@ TICK_S: Final = 60.0
 REPAIR_S: Final = 3600.0
 """Time from a node's failure until it is supply again, in s."""
 _RETRY_S: Final = 5.0
-_WHOLE: Final = (PermitStage.RUNNING, PermitStage.NARROWING)
 _ALWAYS: Final = -1
 """Version of a moment that no other action replaces."""
 
@@ -62,6 +60,41 @@ Watch = Callable[[PhaseRuntime, float], None]
 
 def not_watched(_runtime: PhaseRuntime, _now: float) -> None:
     pass
+
+
+class LoadedNodes:
+    """The accelerators of all nodes: the job whose state is loaded on each node."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._jobs: dict[NodeId, JobId] = {}
+        """`NO_JOB` on a node whose state made way: the next job there pays for it with its warm
+        start."""
+
+    def load(self, worker: Worker, nodes: tuple[NodeId, ...]) -> float:
+        """Loads the job's state on these nodes; returns the seconds that it takes."""
+        missing = [node for node in nodes if self._jobs.get(node) != worker.job]
+        # On accelerators that hold nothing, a state from storage comes at once.
+        warm = any(node in self._jobs or node in worker.resident for node in missing)
+        self._jobs.update(dict.fromkeys(nodes, worker.job))
+        return warm * self._world.warm_start_s + worker.bring(nodes, self._world)
+
+    def widen(self, worker: Worker, nodes: tuple[NodeId, ...]) -> None:
+        """The running phase has its state on these nodes too."""
+        self._jobs.update(dict.fromkeys(nodes, worker.job))
+        worker.resident.update(nodes)
+
+    def make_way(self, nodes: Iterable[NodeId], job: JobId | None = None) -> None:
+        """The states on these nodes are off; `job`: only those of this job."""
+        self._jobs |= {n: NO_JOB for n in nodes if job is None or self._jobs.get(n) == job}
+
+    def unload(self, job: JobId) -> None:
+        """The job's process has taken its states off all accelerators."""
+        self._jobs = {node: one for node, one in self._jobs.items() if one != job}
+
+    def lose(self, node: NodeId) -> None:
+        """The node has failed."""
+        self._jobs.pop(node, None)
 
 
 class Driver:
@@ -268,7 +301,7 @@ class Driver:
         worker.version += 1
         permit = self._runtime.permit(worker.job)
         # As a job's process does: a tail takes its state off, and only whole phases leave theirs.
-        whole = permit is not None and permit.stage in _WHOLE
+        whole = permit is not None and permit.stage.is_whole
         if not whole:
             self._loaded.make_way(worker.nodes, worker.job)
         effects = self._send(

@@ -11,10 +11,11 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Node, PhaseKind, Pool
+from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.runtime_events import PlanJob
 from scheduler.rollmux.planner.group_effects import PlacementDecision
+from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.sim.rollmux.worker import Worker
 from scheduler.sim.rollmux.workload import SimulatedJob, World
 
@@ -56,15 +57,15 @@ class Ledger:
             cold_start_s=world.cold_start_s,
         )
 
-    def node_up(self, node: Node, *, t_s: float) -> None:
-        self._up[node.node] = (t_s, node.pool, node.price_per_hour)
+    def node_up(self, node: NodeId, pool: Pool, kind: NodeType, *, t_s: float) -> None:
+        self._up[node] = (t_s, pool, kind.price_per_hour)
         self.write(
             t_s,
             "node_up",
-            node=node.node,
-            pool=node.pool,
-            price_per_hour=node.price_per_hour,
-            host_bytes=node.host_bytes,
+            node=node,
+            pool=pool,
+            price_per_hour=kind.price_per_hour,
+            host_bytes=kind.host_bytes,
         )
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
@@ -134,7 +135,7 @@ class NodeBill:
         for node in came:
             pool = self._cluster.fleet.pool_of(node)
             assert pool is not None
-            self._ledger.node_up(self._cluster.config.types[pool].node(node, pool), t_s=now)
+            self._ledger.node_up(node, pool, self._cluster.config.types[pool], t_s=now)
             self._times[node] += 1
             yield node, self._times[node]
 

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from harvester.policy.states import TRANSITIONS, Condition, State
 from scheduler.gateway.policy import versions
-from scheduler.rollmux.planner.group_effects import GroupEffect
 
 PAGE = "docs/architecture.md"
 TableAfter = Callable[[str, str], list[list[str]]]
@@ -71,7 +69,7 @@ def test_the_sizes_of_the_packages_are_those_of_the_tree(
 
 
 def test_rollmux_and_gateway_have_as_many_message_types_as_the_page_says(repository: Path) -> None:
-    """Records with a tag, which journals and sockets carry, and the planner's effects without."""
+    """Records with a tag, which journals and sockets carry."""
     rollmux, gateway = (
         sum(
             len(re.findall(r"^class .*\btag=", path.read_text(), re.M))
@@ -79,9 +77,5 @@ def test_rollmux_and_gateway_have_as_many_message_types_as_the_page_says(reposit
         )
         for folder in ("rollmux", "gateway")
     )
-    effects = len(get_args(GroupEffect))
-    counted = (
-        f"{rollmux} tagged message types in RollMux and {effects} untagged effects of its planner, "
-        f"{gateway} tagged types in the gateway"
-    )
+    counted = f"{rollmux} tagged message types in RollMux, {gateway} tagged types in the gateway"
     assert counted in " ".join((repository / PAGE).read_text().split())

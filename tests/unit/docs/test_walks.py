@@ -30,8 +30,8 @@ from harvester.platform.http_kit import serving
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.phase_client import PhaseClient
+from scheduler.rollmux.control.planning import make_service
 from scheduler.rollmux.control.socket_server import application, listening_socket
 from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms

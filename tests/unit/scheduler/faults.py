@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import JobSpec, Lease, Node
+from scheduler.model import JobSpec, Lease
 from scheduler.rollmux.planner.group_table import GroupState
 
 
 def group_faults(
-    groups: Iterable[GroupState], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, JobSpec]
+    groups: Iterable[GroupState],
+    *,
+    host_bytes: Mapping[NodeId, int],
+    jobs: Mapping[JobId, JobSpec],
 ) -> tuple[str, ...]:
     """Every broken invariant in words: groups are disjoint, pins stay inside, state fits."""
     faults: list[str] = []
@@ -29,8 +32,8 @@ def group_faults(
             for node in set(placement.nodes):
                 resident[node] += jobs[placement.job].host_bytes
     for node, held_bytes in sorted(resident.items()):
-        if held_bytes > nodes[node].host_bytes:
-            faults.append(f"node {node} holds {held_bytes} bytes of {nodes[node].host_bytes}")
+        if held_bytes > host_bytes[node]:
+            faults.append(f"node {node} holds {held_bytes} bytes of {host_bytes[node]}")
     return tuple(faults)
 
 

@@ -1,20 +1,11 @@
 """Invariants of groups and leases."""
 
 from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId
-from scheduler.model import (
-    JobSpec,
-    Lease,
-    Node,
-    Placement,
-    Pool,
-)
+from scheduler.model import JobSpec, Lease, Placement
 from scheduler.rollmux.planner.group_table import GroupState
 from tests.unit.scheduler.faults import group_faults, lease_faults
 
-NODES = {
-    NodeId(name): Node(node=NodeId(name), pool=pool, host_bytes=100)
-    for name, pool in (("r1", Pool.ROLLOUT), ("r2", Pool.ROLLOUT), ("t1", Pool.TRAINING))
-}
+HOST_BYTES = dict.fromkeys(map(NodeId, ("r1", "r2", "t1")), 100)
 JOBS = {
     JobId(name): JobSpec(job=JobId(name), phases=(), slo=1.0, host_bytes=60) for name in ("a", "b")
 }
@@ -33,7 +24,7 @@ def _group(name: str, rollout: str, *jobs: str, pinned: str | None = None) -> Gr
 
 
 def _faults(*groups: GroupState) -> tuple[str, ...]:
-    return group_faults(groups, nodes=NODES, jobs=JOBS)
+    return group_faults(groups, host_bytes=HOST_BYTES, jobs=JOBS)
 
 
 def test_disjoint_groups_whose_state_fits_have_no_fault() -> None:

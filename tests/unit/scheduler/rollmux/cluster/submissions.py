@@ -21,14 +21,9 @@ from scheduler.rollmux.permits.events import (
     Leave,
 )
 from scheduler.rollmux.permits.terms import PermitsConfig
-from scheduler.rollmux.planner.group_effects import (
-    AddNode,
-    AssignNodes,
-    GroupEffect,
-    PlacementDecision,
-)
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.group_table import NodeType
-from scheduler.rollmux.planner.relocation import Move
+from scheduler.rollmux.planner.packing import Opening
 from tests.virtual_clock import VirtualClock
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
@@ -159,37 +154,34 @@ def ask_to_move(policy: ClusterPolicy, job: str) -> None:
     """The planner's next review asks the job to go elsewhere, as if a promise were at risk."""
     planner, name = policy.planner, JobId(job)
 
-    def wanted() -> list[Move]:
+    def wanted() -> list[Opening]:
         if name not in planner.table.home or planner.facts[name].moving:
             return []
         home = planner.table.groups[planner.table.home[name]]
-        return planner.relocation.relocate((name,), without=(home,)) or []
+        return planner.relocation.relocate((name,), home) or []
 
     _reviewed_as(policy, wanted)
 
 
-def swap_reported(policy: ClusterPolicy, moves: list[Move]) -> None:
+def swap_reported(policy: ClusterPolicy, moves: list[Opening]) -> None:
     """The planner's next review asks for these moves, which are in its table."""
     _reviewed_as(policy, lambda: moves)
 
 
-def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> None:
+def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Opening]]) -> None:
     planner = policy.planner
 
-    def review(*, now: float) -> tuple[GroupEffect, ...]:
+    def review(*, now: float) -> tuple[AssignNodes, ...]:
         del planner.review  # type: ignore[method-assign]
         planner.packer.now_s = now
-        effects: list[GroupEffect] = []
+        effects: list[AssignNodes] = []
         for move in wanted():
             planner.facts[move.job].moving = True
-            group = move.opening.group.group
-            effects += [AddNode(node=node) for node in move.up]
-            placement = move.opening.placement
             effects.append(
                 AssignNodes(
                     decision=PlacementDecision.MOVED,
-                    group=group,
-                    placement=placement,
+                    group=move.group.group,
+                    placement=move.placement,
                     reason="a test",
                 )
             )

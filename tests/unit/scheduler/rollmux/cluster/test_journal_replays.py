@@ -16,7 +16,6 @@ from harvester.contracts.journal import Decided, JournalWriter, Opened, read_jou
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.control.control_state import ControlState
-from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.explain.explanation import EVER, explanation
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -42,7 +41,7 @@ class JournalledWorld(World):
             case "p":
                 self.progresses(self.chance.choice(JOBS))
             case "s":
-                statuses(service)
+                service.statuses()
             case "m":
                 service.metrics()
             case "c":

@@ -8,9 +8,8 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.control_settings import ControlSettings
-from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import TICK_S
-from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.control.planning import compile_for, make_service
 from scheduler.rollmux.control.wire import WAIT_MAX_S, JobStatus, Reply, Waiting, checked
 from scheduler.rollmux.permits.events import Enter
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -58,7 +57,7 @@ class EmbeddedControl:
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job."""
         with self._changed:
-            return statuses(self._service)
+            return self._service.statuses()
 
     def close(self) -> None:
         with self._changed:

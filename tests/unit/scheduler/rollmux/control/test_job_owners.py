@@ -24,8 +24,8 @@ from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, Submit
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_settings import ControlSettings
 from scheduler.rollmux.control.control_state import ControlState
-from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.nodes_file import read_nodes
+from scheduler.rollmux.control.planning import make_service
 from scheduler.rollmux.control.socket_server import (
     application,
     exposition,

@@ -34,7 +34,6 @@ from scheduler.rollmux.permits.events import (
     Unloaded,
     Withdraw,
 )
-from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     ROLLOUT,
     TRAINING,
@@ -280,8 +279,7 @@ def test_a_moving_job_gets_its_permit_when_its_new_nodes_have_room() -> None:
         [
             (home[other], msgspec.structs.replace(places[other], job=JobId(job)))
             for job, other in ("ab", "ba")
-        ],
-        kind=OpeningKind.DIRECT,
+        ]
     )
     assert len(moves) == 2
     swap_reported(policy, moves)
@@ -535,12 +533,10 @@ def test_a_decision_that_is_not_on_disk_gets_no_reply(tmp_path: Path, monkeypatc
 
 
 def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
-    from scheduler.rollmux.control.status import statuses
-
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.iteration("a")
-    first, second = (status.plan for status in statuses(control.service))
+    first, second = (status.plan for status in control.service.statuses())
     assert first is not None
     assert second is not None
     assert (first.stage, first.iterations) == (PlacementStage.PLACED, 1)
@@ -554,14 +550,13 @@ def test_a_job_in_its_first_iteration_shows_a_dash_for_slow_down_and_credit() ->
     from rich.console import Console
 
     from scheduler.rollmux.control.printed import printed
-    from scheduler.rollmux.control.status import statuses
 
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a"))
     control.pass_time(64.0)
 
     def shown() -> tuple[float | None, float | None, str]:
-        (job,) = statuses(control.service)
+        (job,) = control.service.statuses()
         assert job.plan is not None
         console = Console(width=200)
         with console.capture() as text:

@@ -1,8 +1,8 @@
 """Jobs for tests of groups: phases of known lengths and no doubt about them."""
 
 from scheduler.rollmux.beliefs.durations import Belief
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, slowdowns
-from scheduler.rollmux.forecast.scenarios import Horizon
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.scenarios import Horizon, slowdowns
 from scheduler.rollmux.forecast.stages import Rules
 
 EXACT = Horizon(scenarios=1, warm_up=3.0, cycles=20.0)
@@ -23,4 +23,5 @@ def occupant(
 
 
 def exact_slowdowns(occupants: list[Occupant], rules: Rules) -> list[float]:
-    return list(slowdowns(Roster.of(occupants), rules=rules, horizon=EXACT)[0])
+    roster = Roster.of(occupants)
+    return list(slowdowns(roster.jobs, roster.beliefs, EXACT, rules)[0])

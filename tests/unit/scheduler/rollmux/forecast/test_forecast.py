@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.rollmux.beliefs.durations import Belief
-from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
-from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, least_bound, upper_bound
+from scheduler.rollmux.forecast.scenarios import (
+    Horizon,
+    ShortRun,
+    keeps_all,
+    least_bound,
+    slowdowns,
+    upper_bound,
+)
 from tests.unit.scheduler.rollmux.forecast.stage_jobs import occupant
 
 HORIZON = Horizon()
@@ -43,12 +50,11 @@ def test_a_verdict_is_that_of_the_short_run_and_of_every_scenario(
 ) -> None:
     roster, short_run = Roster.of(members), ShortRun(margin=margin)
     short = Horizon(scenarios=1, warm_up=short_run.warm_up, cycles=short_run.cycles)
-    first = slowdowns(roster, rules=OUR_RULES, horizon=short)[0]
-    bound = upper_bound(slowdowns(roster, rules=OUR_RULES, horizon=HORIZON), quantile)
+    jobs, beliefs = roster.jobs, roster.beliefs
+    first = slowdowns(jobs, beliefs, short, OUR_RULES)[0]
+    bound = upper_bound(slowdowns(jobs, beliefs, HORIZON, OUR_RULES), quantile)
     expected = (first <= roster.slos + margin).all() and (bound <= roster.slos + 1e-9).all()
-    found = keeps_all(
-        roster, rules=OUR_RULES, horizon=HORIZON, short_run=short_run, quantile=quantile
-    )
+    found = keeps_all(jobs, beliefs, short_run, HORIZON, quantile, OUR_RULES)
     assert found == expected
 
 

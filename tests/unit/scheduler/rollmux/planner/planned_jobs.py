@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
-from scheduler.rollmux.planner.group_effects import AssignNodes, GroupEffect, PlacementDecision
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.group_table import NodeType
 
 TYPES = {
@@ -41,17 +41,13 @@ def with_curve(job: JobSpec, *curve: Completion) -> JobSpec:
     return replace(job, phases=(replace(rollout, curve=curve), training))
 
 
-def arrivals(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
-    return _places(effects, PlacementDecision.PLACED)
-
-
-def moves(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
+def moves(effects: Iterable[AssignNodes]) -> list[AssignNodes]:
     return _places(effects, PlacementDecision.MOVED)
 
 
-def restarts(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
+def restarts(effects: Iterable[AssignNodes]) -> list[AssignNodes]:
     return _places(effects, PlacementDecision.RESTARTED)
 
 
-def _places(effects: Iterable[GroupEffect], decision: PlacementDecision) -> list[AssignNodes]:
-    return [each for each in effects if isinstance(each, AssignNodes) and each.decision is decision]
+def _places(effects: Iterable[AssignNodes], decision: PlacementDecision) -> list[AssignNodes]:
+    return [each for each in effects if each.decision is decision]

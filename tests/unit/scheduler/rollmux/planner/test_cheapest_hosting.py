@@ -22,10 +22,8 @@ candidates = st.lists(
         SearchedJob,
         version=st.just(0),
         host_bytes=st.integers(10, 60),
-        rollout_share=st.floats(0.1, 0.7),
-        training_share=st.floats(0.1, 0.7),
-        rollout_nodes=st.integers(1, 2),
-        training_nodes=st.integers(1, 2),
+        shares=st.tuples(st.floats(0.1, 0.7), st.floats(0.1, 0.7)),
+        nodes=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     ),
     min_size=1,
     max_size=3,
@@ -34,8 +32,9 @@ candidates = st.lists(
 
 def _fewest(found: list[SearchedJob], pool: Pool) -> int:
     """Nodes of one pool that memory and time allow to suffice, by trying every choice."""
-    wanted = [one.rollout_nodes if pool is Pool.ROLLOUT else one.training_nodes for one in found]
-    shares = [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in found]
+    side = int(pool is Pool.TRAINING)
+    wanted = [one.nodes[side] for one in found]
+    shares = [one.shares[side] for one in found]
     best = sum(wanted)
     for chosen in product(*(combinations(range(sum(wanted)), width) for width in wanted)):
         nodes = {node for one in chosen for node in one}
@@ -76,7 +75,7 @@ def _sharing(hosting: Hosting) -> set[frozenset[int]]:
 def test_cached_search_results_change_no_answer(data: st.DataObject) -> None:
     """Searches of overlapping sets of jobs, one after another, against searches without a cache."""
     jobs = [
-        SearchedJob(at, 20, 0.3, 0.25, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
+        SearchedJob(at, 20, (0.3, 0.25), data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2))))
         for at in range(6)
     ]
     pair = st.frozensets(st.integers(0, 5), min_size=2, max_size=2)
@@ -109,7 +108,7 @@ def test_cached_search_results_change_no_answer(data: st.DataObject) -> None:
 
 
 def test_a_refused_pair_is_never_hosted_together() -> None:
-    found = [SearchedJob(at, 10, 0.1, 0.1) for at in range(4)]
+    found = [SearchedJob(at, 10, (0.1, 0.1)) for at in range(4)]
     price, hostings = CheapestHosting(TYPES).search(
         found, lambda hosting: not {0, 1} <= set(hosting.members)
     )
@@ -120,7 +119,7 @@ def test_a_refused_pair_is_never_hosted_together() -> None:
 def _in_groups(*homes: int) -> list[SearchedJob]:
     """Jobs that share both nodes of their groups."""
     return [
-        SearchedJob(at, 10, 0.1, 0.1, home=1 << home, rollout_mask=1, training_mask=2)
+        SearchedJob(at, 10, (0.1, 0.1), home=1 << home, masks=(1, 2))
         for at, home in enumerate(homes)
     ]
 
@@ -145,7 +144,7 @@ def test_most_jobs_keep_their_nodes_among_equal_prices(
 def test_an_assignment_of_equal_price_keeps_the_present_sharing() -> None:
     """Two of three jobs share the rollout node; which two is all the same but for a move."""
     present = [
-        SearchedJob(at, 30, 0.1, 0.1, home=1, rollout_mask=rollout, training_mask=4)
+        SearchedJob(at, 30, (0.1, 0.1), home=1, masks=(rollout, 4))
         for at, rollout in enumerate((1, 2, 1))
     ]
     _, hostings = CheapestHosting(TYPES).search(present, lambda one: not _all_on_one(one))

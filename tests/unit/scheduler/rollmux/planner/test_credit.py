@@ -157,8 +157,8 @@ def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
         _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
         _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
         home = planner.table.groups[planner.table.home[mover.job]]
-        assert planner.relocation.relocate((mover.job,), without=(home,))
-        planner.table.left(mover.job, mover.host_bytes)
+        assert planner.relocation.relocate((mover.job,), home)
+        planner.table.left(mover.job)
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
         planner.packer.load_s = load_s
         found = planner.regroup.improve(now=DAY_S)
@@ -266,7 +266,7 @@ def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     (home,) = group.pinned.values()
     for job in jobs[1:]:
         planner.place_job(job, now=0.0)
-        planner.table.unpin(job.job, job.host_bytes)
+        planner.table.unpin(job.job)
         planner.table.pin(replace(home, job=job.job), group, job.host_bytes)
         planner.packer.refresh(group)
     for job in jobs:

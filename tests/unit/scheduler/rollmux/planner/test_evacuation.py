@@ -2,18 +2,19 @@
 
 import pytest
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes, ReleaseNode
-from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.rollmux.planner.group_effects import AssignNodes
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, restarts
 
 HOUR_S = 3600.0
 
 
-def _planner(*names: str, resubmits: bool = False) -> GroupPlanner:
-    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
+def _planner(*names: str, kind: type[GroupPlanner] = GroupPlanner) -> GroupPlanner:
+    planner = kind(Judge(), TYPES)
     for name in names:
         planner.place_job(planned_job(name, 400, 150), now=0.0)
     return planner
@@ -35,15 +36,17 @@ def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> 
     lost = _training_node(planner, "a")
     on_it = {name for name in "abc" if lost in before[name].training_nodes}
     assert len(on_it) > 1
+    planner.table.take_changes()
     effects = planner.fail_node(lost, now=HOUR_S)
-    (fresh,) = [effect.node.node for effect in effects if isinstance(effect, AddNode)]
+    came, gone = planner.table.take_changes()
+    (fresh,) = came
     again = {one.placement.job: one.placement for one in restarts(effects)}
     assert set(again) == on_it
     for name in "abc":
         expected = fresh if name in on_it else before[name].training_nodes[0]
         assert _placement(planner, name).training_nodes == (expected,)
         assert _placement(planner, name).rollout_nodes == before[name].rollout_nodes
-    assert effects[-1] == ReleaseNode(node=lost)
+    assert gone == [lost]
     assert planner.table.price_per_hour() == price
 
 
@@ -64,7 +67,7 @@ def _moved(planner: GroupPlanner, name: str) -> AssignNodes:
     """Asks a job to move to a group of its own; it is still where it was."""
     planner.packer.now_s = HOUR_S
     group = planner.table.groups[planner.table.home[JobId(name)]]
-    found = planner.relocation.relocate((JobId(name),), without=(group,))
+    found = planner.relocation.relocate((JobId(name),), group)
     assert found
     effects = planner._announce(found, "a test", now=HOUR_S)
     return moves(effects)[0]
@@ -97,19 +100,20 @@ def test_a_mover_whose_new_node_fails_moves_on_to_its_replacement_and_loses_noth
 
 
 def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> None:
-    planner = _planner("a", "b", "c", resubmits=True)
+    planner = _planner("a", "b", "c", kind=ResubmittingPlanner)
     lost = _training_node(planner, "a")
     on_it = {JobId(name) for name in "abc" if lost == _training_node(planner, name)}
+    planner.table.take_changes()
     effects = planner.fail_node(lost, now=HOUR_S)
     assert {one.placement.job for one in restarts(effects)} == on_it
-    assert ReleaseNode(node=lost) in effects
+    assert lost in planner.table.take_changes()[1]
     assert lost not in planner.table.nodes
     assert all(lost != _training_node(planner, name) for name in "abc")
 
 
-@pytest.mark.parametrize("resubmits", [False, True])
-def test_an_unknown_or_already_failed_node_changes_nothing(resubmits: bool) -> None:
-    planner = _planner("a", resubmits=resubmits)
+@pytest.mark.parametrize("kind", [GroupPlanner, ResubmittingPlanner])
+def test_an_unknown_or_already_failed_node_changes_nothing(kind: type[GroupPlanner]) -> None:
+    planner = _planner("a", kind=kind)
     lost = _training_node(planner, "a")
     assert planner.fail_node(NodeId("elsewhere"), now=1.0) == ()
     planner.fail_node(lost, now=2.0)

@@ -7,20 +7,15 @@ from typing import Protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import JobSpec, Node, Pool
+from scheduler.model import JobSpec, Pool
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import (
-    AddNode,
-    AssignNodes,
-    GroupEffect,
-    PlacementDecision,
-    ReleaseNode,
-)
+from scheduler.rollmux.planner.group_effects import AssignNodes, PlacementDecision
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.baselines import WorstCase
 from tests.unit.scheduler.faults import group_faults
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, arrivals, moves, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job
 
 HOUR_S = 3600.0
 
@@ -37,48 +32,48 @@ def _learn(planner: GroupPlanner, job: JobSpec, *, times: int, now: float) -> No
             planner.observe_phase(job.job, phase.kind, solo_s, now=now)
 
 
-def _nodes(effects: tuple[GroupEffect, ...]) -> list[Node]:
-    return [effect.node for effect in effects if isinstance(effect, AddNode)]
-
-
-def _placed(effects: tuple[GroupEffect, ...]) -> AssignNodes:
-    return arrivals(effects)[0]
+def _came(planner: GroupPlanner) -> list[Pool]:
+    """Pools of the nodes that have come up."""
+    return list(planner.table.take_changes()[0].values())
 
 
 def test_the_first_job_gets_its_own_nodes_with_a_reason() -> None:
-    effects = _planner().place_job(planned_job("a", 400, 150), now=0.0)
-    assert [node.pool for node in _nodes(effects)] == [Pool.ROLLOUT, Pool.TRAINING]
-    assert _placed(effects).reason == "new isolated group, +57.00 $/h"
+    planner = _planner()
+    placed = planner.place_job(planned_job("a", 400, 150), now=0.0)
+    assert _came(planner) == [Pool.ROLLOUT, Pool.TRAINING]
+    assert placed.reason == "new isolated group, +57.00 $/h"
 
 
 def test_a_second_rollout_heavy_job_shares_the_training_node_at_least() -> None:
     for worst_case in (False, True):
         planner = _planner(worst_case=worst_case)
         for name in ("a", "b"):
-            effects = planner.place_job(planned_job(name, 400, 150), now=0.0)
-        assert Pool.TRAINING not in {node.pool for node in _nodes(effects)}
+            planner.table.take_changes()
+            planner.place_job(planned_job(name, 400, 150), now=0.0)
+        assert Pool.TRAINING not in _came(planner)
 
 
 def test_memory_is_a_hard_limit() -> None:
     planner = _planner()
     planner.place_job(planned_job("a", 400, 150, host=1200), now=0.0)
-    effects = planner.place_job(planned_job("b", 400, 150, host=1200), now=0.0)
-    assert len(_nodes(effects)) == 2
+    planner.place_job(planned_job("b", 400, 150, host=1200), now=0.0)
+    assert len(_came(planner)) == 4
 
 
 def test_a_job_that_tolerates_nothing_stays_alone() -> None:
     planner = _planner()
     planner.place_job(planned_job("a", 300, 300), now=0.0)
-    effects = planner.place_job(planned_job("b", 310, 290, slo=1.0), now=0.0)
-    assert len(_nodes(effects)) == 2
+    planner.place_job(planned_job("b", 310, 290, slo=1.0), now=0.0)
+    assert len(_came(planner)) == 4
 
 
 def test_a_departure_gives_its_nodes_back() -> None:
     planner = _planner()
     job = planned_job("a", 400, 150)
-    up = _nodes(planner.place_job(job, now=0.0))
-    down = planner.end_job(job.job, now=HOUR_S)
-    assert down == tuple(ReleaseNode(node=node.node) for node in up)
+    planner.place_job(job, now=0.0)
+    came, _ = planner.table.take_changes()
+    planner.end_job(job.job, now=HOUR_S)
+    assert planner.table.take_changes() == ({}, list(came))
     assert planner.table.price_per_hour() == 0.0
 
 
@@ -134,19 +129,19 @@ def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[AssignNodes]:
         min_size=1,
         max_size=8,
     ),
-    st.booleans(),
+    st.sampled_from((GroupPlanner, ResubmittingPlanner)),
     st.randoms(use_true_random=False),
 )
 def test_groups_stay_disjoint_and_memory_is_never_exceeded(
-    drawn: list[tuple[float, float, float, int, int]], resubmits: bool, chance: Random
+    drawn: list[tuple[float, float, float, int, int]], kind: type[GroupPlanner], chance: Random
 ) -> None:
     """For any arrivals, ends, failures and moves; no node is brought up or given back twice."""
-    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = kind(Judge(), TYPES)
     jobs = {
         JobId(f"j{at}"): planned_job(f"j{at}", a, b, slo=slo, host=host, nodes=nodes)
         for at, (a, b, slo, host, nodes) in enumerate(drawn)
     }
-    now, up, on_the_way = 0.0, dict[NodeId, Node](), set[JobId]()
+    now, up, on_the_way = 0.0, dict[NodeId, int](), set[JobId]()
     waiting, active = list(jobs), list[JobId]()
     while waiting or active:
         now += 2 * HOUR_S
@@ -167,9 +162,14 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
             if chance.random() < 0.5
         ]
         for event in events:
-            _tally(event(now=now), up, on_the_way)
+            _tally(event(now=now), on_the_way)
+            came, gone = planner.table.take_changes()
+            assert not came.keys() & up.keys()
+            up |= {node: TYPES[pool].host_bytes for node, pool in came.items()}
+            for node in gone:
+                del up[node]
             groups = planner.table.groups.values()
-            assert group_faults(groups, nodes=up, jobs=jobs) == ()
+            assert group_faults(groups, host_bytes=up, jobs=jobs) == ()
             assert {node for one in groups for node in one.rollout + one.training} == {*up}
             assert {
                 facts.spec.job for facts in planner.facts.values() if facts.moving
@@ -179,43 +179,29 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
 
 
 class Event(Protocol):
-    def __call__(self, *, now: float) -> tuple[GroupEffect, ...]: ...
+    def __call__(self, *, now: float) -> AssignNodes | tuple[AssignNodes, ...] | None: ...
 
 
-def _end(
-    planner: GroupPlanner, job: JobId, on_the_way: set[JobId], *, now: float
-) -> tuple[GroupEffect, ...]:
+def _end(planner: GroupPlanner, job: JobId, on_the_way: set[JobId], *, now: float) -> None:
     on_the_way.discard(job)
-    return planner.end_job(job, now=now)
+    planner.end_job(job, now=now)
 
 
 def _complete_move(
     planner: GroupPlanner, job: JobId, on_the_way: set[JobId], *, now: float
-) -> tuple[GroupEffect, ...]:
-    if job not in on_the_way:
-        return ()
-    on_the_way.discard(job)
-    return planner.complete_move(job, now=now)
-
-
-def _tally(
-    effects: tuple[GroupEffect, ...], up: dict[NodeId, Node], on_the_way: set[JobId]
 ) -> None:
-    """Updates a shell's knowledge by the effects."""
-    for effect in effects:
-        match effect:
-            case AddNode(node=node):
-                assert node.node not in up
-                up[node.node] = node
-            case ReleaseNode(node=name):
-                del up[name]
-            case AssignNodes(decision=PlacementDecision.MOVED, placement=placement):
-                on_the_way.add(placement.job)
-            case AssignNodes(decision=PlacementDecision.RESTARTED, placement=placement):
-                on_the_way.discard(placement.job)
-                assert {*placement.rollout_nodes, *placement.training_nodes} <= {*up}
-            case AssignNodes():
-                pass
+    if job in on_the_way:
+        on_the_way.discard(job)
+        planner.complete_move(job, now=now)
+
+
+def _tally(answer: AssignNodes | tuple[AssignNodes, ...] | None, on_the_way: set[JobId]) -> None:
+    """Updates a shell's knowledge of the jobs that move."""
+    for assigned in answer if isinstance(answer, tuple) else ():
+        if assigned.decision is PlacementDecision.MOVED:
+            on_the_way.add(assigned.placement.job)
+        else:
+            on_the_way.discard(assigned.placement.job)
 
 
 def test_a_shorter_warm_start_lets_a_saving_be_found_that_was_refused_before() -> None:

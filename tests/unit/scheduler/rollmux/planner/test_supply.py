@@ -5,15 +5,15 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.rollmux.resubmitting import ResubmittingPlanner
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.ids import JobId
+from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes
-from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.rollmux.planner.group_effects import AssignNodes
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.rollmux.planner.planned_jobs import (
     TYPES,
-    arrivals,
     moves,
     planned_job,
     restarts,
@@ -22,12 +22,13 @@ from tests.unit.scheduler.rollmux.planner.planned_jobs import (
 HOUR_S = 3600.0
 
 
-def _planner(rollout: int | None, training: int | None, *, resubmits: bool = False) -> GroupPlanner:
+def _planner(
+    rollout: int | None, training: int | None, *, kind: type[GroupPlanner] = GroupPlanner
+) -> GroupPlanner:
     """A planner on that many nodes of each pool; None: unlimited."""
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
-    config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Judge(), TYPES, config, supply)
+    return kind(Judge(), TYPES, supply=supply)
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:
@@ -42,8 +43,7 @@ def _full(groups: int, *, shares: int) -> GroupPlanner:
 @pytest.mark.parametrize("shares", [0, 63, 64, 149])
 def test_the_one_group_that_admits_a_job_is_found_wherever_it_stands(shares: int) -> None:
     planner = _full(150, shares=shares)
-    effects = planner.place_job(planned_job("late", 40, 15, slo=4.0), now=150.0)
-    (placed,) = arrivals(effects)
+    placed = planner.place_job(planned_job("late", 40, 15, slo=4.0), now=150.0)
     assert set(planner.table.groups[placed.group].pinned) == {f"j{shares}", "late"}
 
 
@@ -100,7 +100,7 @@ def test_earlier_measurements_earn_no_credit() -> None:
     assert facts.belief().rollout_spread_s < untaught.belief().rollout_spread_s / 10
 
 
-def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignNodes], list[AddNode]]:
+def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignNodes], list[NodeId]]:
     """Two jobs in one group, which turn out too long for each other; the answer of a review."""
     planner = _planner(supply, supply)
     jobs = [planned_job(name, 200, 100, slo=1.9) for name in ("a", "b")]
@@ -113,12 +113,9 @@ def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignNodes], li
                 planner.observe_phase(job.job, kind, seconds, now=0.0)
         planner.facts[job.job].account.solo_s = 6 * HOUR_S
         planner.facts[job.job].account.slo = 1.1
+    planner.table.take_changes()
     effects = planner.review(now=6 * HOUR_S)
-    return (
-        planner,
-        moves(effects),
-        [one for one in effects if isinstance(one, AddNode)],
-    )
+    return planner, moves(effects), list(planner.table.take_changes()[0])
 
 
 def test_a_review_moves_onto_no_node_that_is_not_there() -> None:
@@ -143,10 +140,10 @@ def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
 
 
 def test_an_evacuated_job_that_finds_no_place_gets_nodes_that_are_still_to_come() -> None:
-    planner = _planner(1, 1, resubmits=True)
-    (up, _, _) = planner.place_job(planned_job("a", 300, 200, slo=1.0), now=0.0)
-    assert isinstance(up, AddNode)
+    planner = _planner(1, 1, kind=ResubmittingPlanner)
+    placed = planner.place_job(planned_job("a", 300, 200, slo=1.0), now=0.0)
+    planner.table.take_changes()
     planner.table.supply = {Pool.ROLLOUT: 0, Pool.TRAINING: 1}
-    effects = planner.fail_node(up.node.node, now=1.0)
+    effects = planner.fail_node(placed.placement.rollout_nodes[0], now=1.0)
     assert restarts(effects)
-    assert sum(isinstance(one, AddNode) for one in effects) == 2
+    assert len(planner.table.take_changes()[0]) == 2
