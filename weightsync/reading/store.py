@@ -28,7 +28,7 @@ from weightsync.layout.names import (
     named_ref,
     refs_in,
 )
-from weightsync.layout.shard import header_length, parsed_header
+from weightsync.layout.shard import read_header
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.transport.base_checkpoint import BaseCheckpoint
@@ -167,13 +167,11 @@ class Store:
         source = self._source
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
-        staged = spool.stage(size)
         return ShardCopy(
             source,
             path,
-            size,
             record,
-            staged,
+            spool.stage(size),
             piece_bytes=piece_bytes,
             missing=lambda: self._missing(ref, shard),
         )
@@ -201,12 +199,13 @@ class Store:
         path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
         try:
             head = self._source.bytes_at(path, 0, min(size, _HEAD_BYTES))
-            needed = 8 + header_length(head[:8])
-            if needed > size:
-                raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
-            if needed > len(head):
-                head = self._source.bytes_at(path, 0, needed)
-            return parsed_header(head[8:needed], file_bytes=size).layout
+
+            def read(start: int, stop: int) -> bytearray:
+                if stop <= len(head):
+                    return head[start:stop]
+                return self._source.bytes_at(path, start, stop - start)
+
+            return read_header(read, file_bytes=size, what=f"{self}/{path}").layout
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error
         except Corrupt:

@@ -18,23 +18,6 @@ _MAX_TABLE_BYTES = 8 << 20
 """Bound on an unpacked index: some 28,000 slices. It may have been packed a thousandfold."""
 
 
-class SharedNews:
-    """Followers that ask for the same news at the same time share one `news_of`."""
-
-    def __init__(self, served: ServedStores) -> None:
-        self._served = served
-        self._made: dict[tuple[str, bytes], asyncio.Task[bytes | None]] = {}
-
-    async def of(self, store: str, latest: bytes) -> bytes | None:
-        made = self._made.get((store, latest))
-        if made is None:
-            made = asyncio.create_task(news_of(self._served, store, latest))
-            self._made[store, latest] = made
-            made.add_done_callback(lambda _: self._made.pop((store, latest)))
-        # A follower that leaves does not end it for the others.
-        return await asyncio.shield(made)
-
-
 async def news_of(served: ServedStores, store: str, latest: bytes) -> bytes | None:
     """A `News`; None where its files are too many bytes or cannot be read now."""
     directory = latest.decode(errors="replace").strip()

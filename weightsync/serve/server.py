@@ -29,8 +29,8 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
-from weightsync.serve.news import SharedNews
-from weightsync.serve.served_stores import ServedFile, ServedStores
+from weightsync.serve.news import news_of
+from weightsync.serve.served_stores import ServedFile, ServedStores, SharedRequests
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import (
     NEWS_TYPE,
@@ -111,7 +111,7 @@ class WeightServer:
         metrics: TransferMetrics | None = None,
     ) -> None:
         self._served = served
-        self._news = SharedNews(served)
+        self._news = SharedRequests[tuple[str, bytes], bytes | None]()
         self._tenants = tenants
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
@@ -164,7 +164,10 @@ class WeightServer:
             return web.Response(status=304, headers=headers)
         if request.method == "GET" and NEWS_TYPE in request.headers.get("Accept", ""):
             with suppress(Pressure), self._transfer(request[TENANT]):
-                if (news := await self._news.of(store, raw)) is not None:
+                news = await self._news.answer(
+                    (store, raw), lambda: news_of(self._served, store, raw)
+                )
+                if news is not None:
                     # Kept by no cache: the entity tag is that of the plain answer.
                     once = {"Cache-Control": "no-store", "Vary": "Accept"}
                     response = web.StreamResponse(headers=once)
