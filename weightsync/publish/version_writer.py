@@ -29,6 +29,7 @@ from weightsync.publish.agreement import (
     PublishResult,
     RankEntries,
     RankReport,
+    Shard,
     SkippedEntries,
     WrittenShare,
     common_version,
@@ -127,10 +128,9 @@ class VersionWriter:
         changed = {entry: digest for part in written for entry, digest in part.digests.items()}
         self._next = replace(self._next, digests=self._next.digests | changed)
         state_hash = combined(self._next.digests, self._next.layout)
-        names, small = self._complete(
-            order.directory, version, order.base, written, state_hash, self._bytes_dense()
-        )
-        size = _size_bytes(written, small)
+        shards = [shard for part in written for shard in part.shards]
+        names, small = self._complete(order.directory, version, order.base, shards, state_hash)
+        size = _size_bytes(shards, small)
         anchor_due = bool(order.base) and version - self.newest_full >= self._settings.anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, even after a failure.
@@ -161,16 +161,15 @@ class VersionWriter:
         try:
             if faults := [part.fault for part in written if part.fault]:
                 raise Exhausted(faults[0])
-            _, small = self._complete(
-                begun, version, 0, written, outcome.state_hash, outcome.bytes_dense
-            )
+            shards = [shard for part in written for shard in part.shards]
+            _, small = self._complete(begun, version, 0, shards, outcome.state_hash)
             self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
         except RoseMuxError as error:
             self._writer.sweep()
             return Anchored(0, f"version {version} has no anchor: {error}")
         self._fulls.add(VersionRef(Kind.ANCHOR, version))
         self.prune()
-        return Anchored(_size_bytes(written, small))
+        return Anchored(_size_bytes(shards, small))
 
     @property
     def newest_full(self) -> WeightVersion:
@@ -199,10 +198,9 @@ class VersionWriter:
 
     def commit_skip(self, begun: str, skip: SkipDelta) -> None:
         """Make a skip delta visible."""
-        written = WrittenShare([*skip.shards], {})
-        names = self._writer.place(begun, [written], alone="")
+        names = self._writer.place(begun, skip.shards, alone="")
         small = self._small_files(skip.manifest(names))
-        self._check_quota(_size_bytes([written], small))
+        self._check_quota(_size_bytes(skip.shards, small))
         self._writer.finish(begun, skip.ref, small)
 
     def _check_quota(self, size_bytes: int) -> None:
@@ -235,22 +233,20 @@ class VersionWriter:
         begun: str,
         version: WeightVersion,
         base: int,
-        written: Sequence[WrittenShare],
+        shards: Sequence[Shard],
         state_hash: str,
-        bytes_dense: int,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
         """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
-        names = self._writer.place(begun, written, alone=alone)
+        names = self._writer.place(begun, shards, alone=alone)
         section = IndexSection(
             format=INDEX_FORMAT,
             state_hash=state_hash,
-            bytes_dense=bytes_dense,
+            bytes_dense=self._bytes_dense(),
             files={},
             slices={} if base else self._next.slices,
             adapter=self._adapter,
         )
-        shards = [shard for part in written for shard in part.shards]
         builds_on = WeightVersion(base) if base else None
         manifest = version_manifest(
             version, builds_on, self._settings.encoding, section, shards, names
@@ -292,10 +288,9 @@ class VersionWriter:
         return sum(spec.size_bytes for spec in self._next.layout.values())
 
 
-def _size_bytes(written: Sequence[WrittenShare], small: Mapping[str, bytes]) -> int:
+def _size_bytes(shards: Sequence[Shard], small: Mapping[str, bytes]) -> int:
     """Size of a version: its shards and its small files."""
-    shards = sum(shard.record.bytes for part in written for shard in part.shards)
-    return shards + sum(len(data) for data in small.values())
+    return sum(shard.record.bytes for shard in shards) + sum(map(len, small.values()))
 
 
 def superseded(
