@@ -179,14 +179,11 @@ class LastPublished:
         if not state.is_lasting:
             return True
         coming = {piece.entry: (piece.spec, piece.record) for piece in state.pieces}
-        here = {
-            entry: (spec, self.contents.slices.get(entry))
-            for entry, spec in self._specs.items()
-            if entry not in self.skipped
-        }
-        return state.ties == self.ties and here == {
-            entry: what for entry, what in coming.items() if entry not in self.skipped
-        }
+        here = {e: (spec, self.contents.slices.get(e)) for e, spec in self._specs.items()}
+        for entry in self.skipped:
+            coming.pop(entry, None)
+            here.pop(entry, None)
+        return (state.ties, coming) == (self.ties, here)
 
     def fill(self, state: TrainerState, pool: Executor) -> None:
         """Copy all tensors; `hold` then sets their version."""

@@ -87,7 +87,7 @@ class SkipDeltaWriter:
                 is_answering = isinstance(error, StoreFull | Stale)
                 _log_left_out(error)
                 with suppress(RoseMuxError, OSError):
-                    self._lead.sweep()
+                    self._lead.writer.sweep()
 
     def _write(self, skip: SkipDelta) -> None:
         size_bytes = sum(file.size_bytes for file in skip.files.values())

@@ -33,6 +33,7 @@ class RelayedFile:
     ) -> None:
         """`on_idle` is called whenever no pull is in progress any more."""
         self._held = held
+        self.size_bytes = held.size_bytes
         self._cache = cache
         self._xxh3_128 = xxh3_128
         self._pull = pull
@@ -45,10 +46,6 @@ class RelayedFile:
         self._failure: Exception | None = None
         self._released = False
         self.users = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self._held.size_bytes
 
     @property
     def is_idle(self) -> bool:

@@ -14,6 +14,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import Kind, VersionRef, named_ref
 from weightsync.publish import composing, skip_deltas
+from weightsync.publish.directory_writer import DirectoryWriter
 from weightsync.publish.settings import VersionSettings, WorkSettings
 from weightsync.publish.skip_deltas import due_bases
 from weightsync.publish.version_writer import VersionWriter
@@ -237,7 +238,7 @@ def test_a_failure_at_the_end_masks_no_error_of_the_trainer_and_keeps_no_lock(
             for state in states[:5]:
                 publisher.publish(state)
             monkeypatch.setattr(VersionWriter, "begin_skip", failing)
-            monkeypatch.setattr(VersionWriter, "sweep", failing)
+            monkeypatch.setattr(DirectoryWriter, "sweep", failing)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
