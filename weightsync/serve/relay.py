@@ -7,9 +7,9 @@ versions whose files are all cached are served.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
@@ -136,7 +136,7 @@ class RelayedStores:
             size = await self._upstream.threaded(lambda: source.size_bytes(path))
         # A copy that turns out to be broken is replaced once.
         for _ in range(2):
-            with self._in_use(source, store, path, published, size) as file:
+            with self._file(source, store, path, published, size).reader() as file:
                 if await file.is_sound(again=doubted):
                     yield file
                     return
@@ -194,23 +194,12 @@ class RelayedStores:
             del self._indexes[next(iter(self._indexes))]
         return raw
 
-    @contextmanager
-    def _in_use(
-        self, source: StoreSource, store: str, path: str, published: PublishedFile, size: int
-    ) -> Iterator[RelayedFile]:
-        """The shard, with one user more inside."""
-        name = f"{store}/{published.key}"
-        file = self._files.get(name) or self._taken(source, store, path, published, size)
-        file.users += 1
-        try:
-            yield file
-        finally:
-            file.users -= 1
-            self._let_go(name, file)
-
-    def _taken(
+    def _file(
         self, source: StoreSource, store: str, path: str, published: PublishedFile, size: int
     ) -> RelayedFile:
+        name = f"{store}/{published.key}"
+        if name in self._files:
+            return self._files[name]
         held = self._cache.take(store, published.key, size)
 
         async def pull(span: ByteSpan) -> None:
@@ -218,7 +207,6 @@ class RelayedStores:
             await loop.run_in_executor(self._link, _fetch, source, path, span, held.part)
             self._metrics.pulled.labels(store).inc(span.size_bytes)
 
-        name = f"{store}/{published.key}"
         file = RelayedFile(
             held,
             self._cache,
@@ -226,17 +214,14 @@ class RelayedStores:
             pull=pull,
             streams=self._streams,
             disk=self._disk,
-            on_idle=lambda file: self._let_go(name, file),
+            on_end=lambda file: self._ended(name, file),
         )
         self._files[name] = file
         return file
 
-    def _let_go(self, name: str, file: RelayedFile) -> None:
-        """Release a file once it has no readers and no pulls in progress."""
-        if (file.is_broken or file.is_idle) and self._files.get(name) is file:
+    def _ended(self, name: str, file: RelayedFile) -> None:
+        if self._files.get(name) is file:
             del self._files[name]
-        if file.is_idle:
-            file.release()
 
     async def _read_small(self, store: str, path: str) -> bytes:
         """A small upstream file, read once for all concurrent requests."""
