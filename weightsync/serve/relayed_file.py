@@ -131,7 +131,7 @@ class RelayedFile:
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        """Its cache entry may be evicted from then on."""
+        """Give its cache entry back, which may be evicted from then on."""
         if not (self._readers or self._pulls or self._has_ended):
             self._has_ended = True
             self._cache.leave(self._held)
