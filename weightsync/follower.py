@@ -104,10 +104,6 @@ class Follower(AbstractContextManager["Follower"]):
         kept = self._directory
         return self.held is None and not (kept.record is None and kept.checkpoint is None)
 
-    def newest(self) -> WeightVersion | None:
-        """The newest published version; None before the first one."""
-        return self._receiver.latest()
-
     def newer(self, *, wait_s: float) -> WeightVersion | None:
         """The newest version if it differs from the held one or may be of another run, else None.
 
@@ -163,7 +159,7 @@ class Follower(AbstractContextManager["Follower"]):
         return self._coming(self._target())
 
     def _target(self) -> WeightVersion:
-        newest = self.newest()
+        newest = self._receiver.latest()
         if newest is None:
             raise ConfigError(
                 "the store holds no version yet: publish one first (a server's: .../stores/NAME)"

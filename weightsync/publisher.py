@@ -167,7 +167,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         being compiled (for the next process), and at most 10 s for the last announcement."""
         self._closed = True
         with ExitStack() as last_first:
-            for part in (self._lead, self._ranks, self._copy):
+            writer = self._lead.writer if self._lead else None
+            for part in (writer, self._ranks, self._copy):
                 if part is not None:
                     last_first.callback(part.close)
             last_first.callback(self._pool.shutdown)
@@ -217,7 +218,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         except Exception:
             # Raised only now: the other ranks are told first and have stopped writing.
             if self._lead is not None:
-                self._lead.sweep()
+                self._lead.writer.sweep()
             raise
         if published.is_full:
             self._warm_up()

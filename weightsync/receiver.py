@@ -137,7 +137,7 @@ class Receiver:
     @property
     def announces(self) -> bool:
         """Whether `newer` is notified of the next version instead of polling."""
-        return self._store.announces
+        return self._store.source.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """Waits for a version other than `than`, None after `wait_s`; returns at once if `than` may
@@ -174,7 +174,8 @@ class Receiver:
         if self.is_partial and (self._written is None or self._written.version != current):
             current = None
         latest, self._present = self._store.newest(target)
-        if self._store.composes and current is not None and target - current >= _COMPOSED_FROM:
+        is_behind = current is not None and target - current >= _COMPOSED_FROM
+        if is_behind and self._store.source.composes:
             self._present |= {VersionRef(Kind.SKIP, target, current)}
         self._look_ahead(current, target)
         if current == target:

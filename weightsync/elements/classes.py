@@ -49,6 +49,8 @@ _ROWS = 16
 _TILE = _ROWS * LANES
 PADDING_BYTES = 16
 """Bytes after the codes, so that every read of one is within bounds."""
+CODE_BYTES = 22
+"""The most that a change takes: three codes of 56 bits, and its sign."""
 MOST_LOW_BITS = 31
 _ESCAPE_ZEROS = np.uint64(24)
 _ESCAPE_BITS = np.uint64(56)
@@ -148,8 +150,7 @@ def _key(value: np.uint64, width: int) -> np.uint64:
 
 
 @inlined
-def _step_bits(value: np.uint64, width: int, step_key: np.uint64) -> np.uint64:
-    key = _key(value, width)
+def _step_bits(key: np.uint64, step_key: np.uint64) -> np.uint64:
     return min(step_key - key, np.uint64(MOST_LOW_BITS)) if step_key > key else _NONE
 
 
@@ -239,7 +240,7 @@ def _change(
         at += _ONE
         step, value = _ONE, np.uint64(bits[position])
         if fars == _NONE:
-            step, at = _code_at(codes, at, _step_bits(value, width_of(bits), step_key))
+            step, at = _code_at(codes, at, _step_bits(_key(value, width_of(bits)), step_key))
             step += _TWO
             fars, at = _code_at(codes, at, far_bits)
         else:
@@ -321,20 +322,24 @@ def find_changes(
 
 
 @inlined
-def _put_code(
-    codes: Bytes, bit: np.uint64, number: np.uint64, kept: np.uint64, written: bool
-) -> np.uint64:
-    """Write a code where `written`; returns the next bit."""
+def _put_code(codes: Bytes, bit: np.uint64, number: np.uint64, kept: np.uint64) -> np.uint64:
+    """Write a code; returns the next bit."""
     zeros = number >> kept
+    code, size = number << _ESCAPE_ZEROS, _ESCAPE_BITS
     if zeros < _ESCAPE_ZEROS:
         code = (((number & ((_ONE << kept) - _ONE)) << _ONE) | _ONE) << zeros
         size = zeros + _ONE + kept
-    else:
-        code, size = number << _ESCAPE_ZEROS, _ESCAPE_BITS
-    if written:
-        byte = bit >> _THREE
-        put_word(codes, byte, word_at(codes, byte) | (code << (bit & _SEVEN)))
+    byte = bit >> _THREE
+    put_word(codes, byte, word_at(codes, byte) | (code << (bit & _SEVEN)))
     return bit + size
+
+
+@inlined
+def _next_far(steps: Words, at: int) -> int:
+    """The next change by more than one unit, from `at` on; the end without one."""
+    while at < steps.size and steps[at] >> np.uint64(9) == _ONE:
+        at += 1
+    return at
 
 
 @compiled
@@ -347,26 +352,20 @@ def write_codes(
     step_key: np.uint64,
     codes: Bytes,
 ) -> int:
-    """Write the codes of one class into zeros; returns their bits. Without `codes`, only counts."""
-    written = codes.size > 0
-    bit = _put_code(codes, _NONE, gaps[0], gap_bits, written)
-    far = 0
-    while far < steps.size and steps[far] >> np.uint64(9) == _ONE:
-        far += 1
-    bit = _put_code(codes, bit, np.uint64(far), far_bits, written)
+    """Write the codes of one class into zeros, of CODE_BYTES for each change and once more; returns
+    their bits."""
+    far = _next_far(steps, 0)
+    bit = _put_code(codes, _NONE, gaps[0], gap_bits)
+    bit = _put_code(codes, bit, np.uint64(far), far_bits)
     for i in range(gaps.size):
         step = steps[i]
-        if written:
-            codes[bit >> _THREE] |= np.uint8((step & _ONE) << (bit & _SEVEN))
+        codes[bit >> _THREE] |= np.uint8((step & _ONE) << (bit & _SEVEN))
         bit += _ONE
         if i == far:
-            key = (step >> _ONE) & np.uint64(255)
-            kept = min(step_key - key, np.uint64(MOST_LOW_BITS)) if step_key > key else _NONE
-            bit = _put_code(codes, bit, (step >> np.uint64(9)) - _TWO, kept, written)
-            far += 1
-            while far < steps.size and steps[far] >> np.uint64(9) == _ONE:
-                far += 1
-            bit = _put_code(codes, bit, np.uint64(far - i - 1), far_bits, written)
+            kept = _step_bits((step >> _ONE) & np.uint64(255), step_key)
+            bit = _put_code(codes, bit, (step >> np.uint64(9)) - _TWO, kept)
+            far = _next_far(steps, i + 1)
+            bit = _put_code(codes, bit, np.uint64(far - i - 1), far_bits)
         following = gaps[i + 1] if i + 1 < gaps.size else after
-        bit = _put_code(codes, bit, following, gap_bits, written)
+        bit = _put_code(codes, bit, following, gap_bits)
     return int(np.int64(bit))

@@ -18,7 +18,6 @@ _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _WORD = np.uint64(64)
 _WORD_STEP = np.uint64(WORD_BYTES)
-_LAST_BIT = np.uint64(63)
 _ESCAPE = np.uint8(255)
 
 
@@ -36,7 +35,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
     for group in range(low_bits.size):
         count = min(GROUP, changes - GROUP * group)
         if _is_short(gaps, gap_byte, count):
-            kept = low_bits_for(byte_sum(gaps, gap_byte, _NONE), _WORD)
+            kept = low_bits_for(byte_sum(gaps, gap_byte), _WORD)
             for plane in range(np.int64(kept)):
                 put_word(lows, low_byte, plane_of(gaps, gap_byte, np.uint64(plane)))
                 low_byte += _WORD_STEP
@@ -75,28 +74,6 @@ def _put_code(
         word = _NONE
         bit -= _WORD
     return high_byte, word | (_ONE << bit), bit + _ONE
-
-
-@compiled
-def groups_size(gaps: Bytes, changes: int) -> Written:
-    """Sizes that `write_groups` would write."""
-    group_gaps = np.empty(GROUP, dtype=np.uint64)
-    gap_byte = planes = bits = _NONE
-    for group in range((changes + GROUP - 1) // GROUP):
-        count = min(GROUP, changes - GROUP * group)
-        bits += np.uint64(count)
-        if _is_short(gaps, gap_byte, count):
-            kept = low_bits_for(byte_sum(gaps, gap_byte, _NONE), _WORD)
-            bits += byte_sum(gaps, gap_byte, kept)
-            gap_byte += _WORD
-        else:
-            gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
-            kept = low_bits_for(total, np.uint64(count))
-            for i in range(count):
-                bits += group_gaps[i] >> kept
-        planes += kept
-    words = (bits + _LAST_BIT) // _WORD
-    return Written(int(np.int64(planes * _WORD_STEP)), int(np.int64(words * _WORD_STEP)))
 
 
 @inlined

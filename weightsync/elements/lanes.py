@@ -80,17 +80,15 @@ def plane_of(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.bitcast(builder.icmp_unsigned("!=", builder.and_(lanes, asked), none), _MASK)
 
 
-@generated(lambda data, _at, _shift: U64(data, U64, U64))
+@generated(lambda data, _at: U64(data, U64))
 def byte_sum(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """(data, at, shift): the sum of the 64 bytes from byte `at` on, without their lowest bits."""
+    """(data, at): the sum of the 64 bytes from byte `at` on."""
     lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
-    shift = each_lane(builder, builder.trunc(args[2], ir.IntType(8)))
     word = ir.VectorType(ir.IntType(16), LANES)
     name = "llvm.vector.reduce.add.v64i16"
     kind = ir.FunctionType(word.element, [word])
     total = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    above = builder.zext(builder.lshr(lanes, shift), word)
-    return builder.zext(builder.call(total, [above]), _MASK)
+    return builder.zext(builder.call(total, [builder.zext(lanes, word)]), _MASK)
 
 
 @generated(lambda into, _minus: types.void(into, U64))

@@ -17,6 +17,7 @@ from weightsync.elements import xxh3
 from weightsync.elements.bits import TILE_BYTES, Bits, Bytes, bytes_of
 from weightsync.elements.classes import (
     CLASSES,
+    CODE_BYTES,
     MOST_LOW_BITS,
     PADDING_BYTES,
     Tables,
@@ -129,11 +130,10 @@ def _codes(gaps: Words, steps: Words, after: np.uint64, step_key: int) -> tuple[
     fars = np.count_nonzero(steps >> np.uint64(9) != 1)
     gap_bits = np.uint64(low_bits_for(gaps.sum() + after, np.uint64(gaps.size + 1)))
     far_bits = np.uint64(low_bits_for(np.uint64(gaps.size - fars), np.uint64(fars + 1)))
-    parameters = (gaps, steps, after, gap_bits, far_bits, np.uint64(step_key))
-    size_bytes = (write_codes(*parameters, np.empty(0, np.uint8)) + 7) // 8
-    codes = np.zeros(size_bytes + PADDING_BYTES, np.uint8)
-    write_codes(*parameters, codes)
-    return int(gap_bits), int(far_bits), codes[:size_bytes].tobytes()
+    # Zeroed by the system as they are written to: the codes take a tenth of this memory.
+    codes = np.zeros(CODE_BYTES * (gaps.size + 1) + PADDING_BYTES, np.uint8)
+    size_bits = write_codes(gaps, steps, after, gap_bits, far_bits, np.uint64(step_key), codes)
+    return int(gap_bits), int(far_bits), codes[: (size_bits + 7) // 8].tobytes()
 
 
 def _step_key(steps: Words) -> int:

@@ -22,7 +22,7 @@ from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes, bytes_of
 from weightsync.elements.compiled import compiled
 from weightsync.elements.group_applying import INDEX_BYTES, NEAREST_FAR, Gaps, apply_grouped
-from weightsync.elements.group_writing import groups_size, highs_room, write_groups
+from weightsync.elements.group_writing import highs_room, write_groups
 from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES, groups_end
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.elements.state_hash import digest_from
@@ -219,11 +219,15 @@ def _middle(stream: Bytes, size: int) -> Bytes:
 @compiled
 def _gap_bytes(gaps: Bytes) -> int:
     """Size in groups, in bytes, of a gap stream of whole changes."""
-    changes = 0
+    changes = elements = 0
     for i in range(gaps.size):
         changes += gaps[i] != GAP_ESCAPE
-    size = groups_size(gaps, changes)
-    return (changes + GROUP - 1) // GROUP // 2 + size.low_bytes + size.high_bytes
+        elements += gaps[i] + 1
+    low_bits = np.empty((changes + GROUP - 1) // GROUP, np.uint8)
+    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * low_bits.size, np.uint8)
+    highs = np.empty(highs_room(changes, elements), np.uint8)
+    made = write_groups(gaps, changes, low_bits, lows, highs)
+    return low_bits.size // 2 + made.low_bytes + made.high_bytes
 
 
 @compiled

@@ -157,15 +157,7 @@ def _head(layout: Layout, metadata: Mapping[str, str]) -> bytes:
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
-def header_length(prefix: bytes | bytearray) -> int:
-    """Length of the header that follows these first 8 bytes; raises Corrupt."""
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) != _LENGTH_BYTES or length > MAX_HEADER_BYTES:
-        raise Corrupt(f"not a safetensors file: header of {length} bytes")
-    return length
-
-
-def parsed_header(raw: bytes | bytearray, *, file_bytes: int) -> ShardHeader:
+def _parsed_header(raw: bytes | bytearray, *, file_bytes: int) -> ShardHeader:
     """Parse the header `raw` of a file of `file_bytes` bytes; raises Corrupt if it is invalid."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -193,9 +185,9 @@ def _check_name(name: str) -> None:
         raise Corrupt(f"tensor name of {len(name)} characters")
 
 
-def _unpacked_header(raw: bytes, *, start: int, file_bytes: int) -> ShardHeader:
+def _unpacked_header(raw: bytes | bytearray, *, start: int, file_bytes: int) -> ShardHeader:
     try:
-        plain = plain_table(raw, limit_bytes=MAX_HEADER_BYTES)
+        plain = plain_table(bytes(raw), limit_bytes=MAX_HEADER_BYTES)
         table = msgspec.json.decode(plain, type=_Table)
     except UNDECODABLE as error:
         raise Corrupt(f"packed header: {error}") from error
@@ -232,10 +224,24 @@ def _check_filled(
     raise Corrupt(f"safetensors header: tensors leave a gap or overlap at byte {at}{twice}")
 
 
-def read_header(at: Callable[[int], bytes], *, file_bytes: int) -> ShardHeader:
-    """The header of a file, or the packed one in it. `at` gives the bytes behind the length that
-    lies at an offset; raises Corrupt."""
-    header = parsed_header(at(0), file_bytes=file_bytes)
+def read_header(
+    read: Callable[[int, int], bytes | bytearray], *, file_bytes: int, what: str
+) -> ShardHeader:
+    """The header of the file `what`, or the packed one in it. `read` gives the bytes between two
+    offsets; raises Corrupt."""
+
+    def at(start: int) -> bytes | bytearray:
+        """The bytes behind the length that lies at `start`."""
+        begin = start + _LENGTH_BYTES
+        prefix = read(start, min(begin, file_bytes))
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) != _LENGTH_BYTES or length > MAX_HEADER_BYTES:
+            raise Corrupt(f"not a safetensors file: header of {length} bytes")
+        if begin + length > file_bytes:
+            raise Corrupt(f"{what}: a header of {length} bytes in {file_bytes}")
+        return read(begin, begin + length)
+
+    header = _parsed_header(at(0), file_bytes=file_bytes)
     if header.layout.keys() != {_PACKED}:
         return header
     start = header.offsets[_PACKED][0]
@@ -246,15 +252,9 @@ def read_header(at: Callable[[int], bytes], *, file_bytes: int) -> ShardHeader:
 
 def shard_header(data: Bytes) -> ShardHeader:
     """The header of a whole file in memory."""
-
-    def at(start: int) -> bytes:
-        length = header_length(data[start : start + _LENGTH_BYTES].tobytes())
-        raw = data[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length].tobytes()
-        if len(raw) != length:
-            raise Corrupt(f"safetensors header of {length} bytes in a file of {data.size}")
-        return raw
-
-    return read_header(at, file_bytes=data.size)
+    return read_header(
+        lambda start, stop: data[start:stop].tobytes(), file_bytes=data.size, what="safetensors"
+    )
 
 
 def shard_data(data: Bytes, header: ShardHeader, name: str) -> Bytes:

@@ -183,12 +183,11 @@ def version_manifest(
     )
 
 
-def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str, str]:
+def final_names(shards: Sequence[Shard], *, alone: str = "") -> dict[str, str]:
     """The final name of each written file, ranks in order; a single one is `alone`, if given."""
-    files = [shard.file for part in written for shard in part.shards]
-    if alone and len(files) == 1:
-        return {files[0]: alone}
+    if alone and len(shards) == 1:
+        return {shards[0].file: alone}
     return {
-        file: f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        for number, file in enumerate(files, 1)
+        shard.file: f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number, shard in enumerate(shards, 1)
     }

@@ -28,7 +28,7 @@ from weightsync.publish.agreement import Shard, version_manifest
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.store_writer import DeltaDraft
 from weightsync.reading.memory_budget import MemoryBudget
-from weightsync.reading.spool import Spool, SpooledFile, StagedFile
+from weightsync.reading.spool import Spool, StagedFile
 from weightsync.reading.store import Store
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
@@ -51,7 +51,7 @@ class SkipDelta:
     section: IndexSection
     """The section of the version that it leads to."""
     shards: Sequence[Shard]
-    files: Mapping[str, SpooledFile]
+    files: Mapping[str, StagedFile]
 
     def manifest(self, names: Mapping[str, str]) -> Manifest:
         """The index; `names`: the final name of each file."""
@@ -64,31 +64,33 @@ class SpoolDraft(DeltaDraft):
     """Keeps the files of one skip delta in memory or a file, in `directory` or TMPDIR."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.files: dict[str, SpooledFile] = {}
-        self._spool = Spool(MemoryBudget(BUDGET_BYTES), directory)
+        self.files: dict[str, StagedFile] = {}
+        self._directory = directory
+        self._spool = self.spool_beside()
+
+    def spool_beside(self) -> Spool:
+        return Spool(MemoryBudget(BUDGET_BYTES), self._directory)
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
         parts = [np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks]
-        size = sum(part.size for part in parts)
-        content, at = self._spool.stage(size), 0
+        staged, at = self._spool.stage(sum(part.size for part in parts)), 0
         for part in parts:
-            content.write(at, part)
+            staged.write(at, part)
             at += part.size
-        self.files[file] = SpooledFile(size, content)
-        return size
+        self.files[file] = staged
+        return at
 
 
-def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mapping[str, SpooledFile]:
+def composed_files(source: StoreSource, ref: VersionRef, until: Event) -> Mapping[str, StagedFile]:
     """The files of a skip delta that the store does not have, by name, in memory or TMPDIR.
 
     Raises the errors of `composed_skip`; Stale too for a version without a full checkpoint.
     """
     store, draft = Store(source), SpoolDraft()
     layout = _layout(store, ref.version)
-    spool = Spool(MemoryBudget(BUDGET_BYTES))
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     skip = composed_skip(
-        store, ref, layout, spool, draft, shard_bytes=_SHARD_BYTES, threads=threads, until=until
+        store, ref, layout, draft, shard_bytes=_SHARD_BYTES, threads=threads, until=until
     )
     index = encoded_manifest(skip.manifest({file: file for file in skip.files}))
     draft.write(INDEX_FILE, [index])
@@ -116,15 +118,14 @@ def composed_skip(
     store: Store,
     ref: VersionRef,
     layout: Layout,
-    spool: Spool,
     draft: SpoolDraft,
     *,
     shard_bytes: int,
     threads: int = 1,
     until: Event,
 ) -> SkipDelta:
-    """Compose the deltas between the two versions of `ref` into files of `draft`; `layout` is of
-    the versions' entries, `spool` for the deltas meanwhile.
+    """Compose the deltas between the two versions of `ref` into files of `draft`, beside which the
+    deltas wait meanwhile; `layout` is of the versions' entries.
 
     Raises Exhausted if they are too large or the event is set, Stale if they do not lead from the
     one to the other, Corrupt, and Unsupported for deltas that do not add up.
@@ -133,7 +134,7 @@ def composed_skip(
     section = chain[-1][1].section
     if section is None:
         raise Unsupported(f"{ref.directory}: version {ref.version} was written by another system")
-    changes, digests = _payloads(store, chain, spool, until)
+    changes, digests = _payloads(store, chain, draft.spool_beside(), until)
     sizes = {entry: layout[entry].size_bytes for entry in changes}
     files = ShardFiles(draft, rank=0, limit_bytes=shard_bytes, may_pack=True)
 

@@ -24,7 +24,7 @@ from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import refusals, write_durably
 from weightsync.layout.names import LATEST_FILE, READY_FILE, VersionRef, latest_line
-from weightsync.publish.agreement import WrittenShare, final_names
+from weightsync.publish.agreement import Shard, final_names
 from weightsync.publish.store_writer import Draft
 from weightsync.reading.store import Store
 
@@ -114,15 +114,14 @@ class DirectoryWriter:
             (self._root / begun).mkdir()
         return begun
 
-    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
-        names = final_names(written, alone=alone)
-        for part in written:
-            for shard in part.shards:
-                path = self._root / begun / checked_name(shard.file, what="shard")
-                with refusals(self._root):
-                    if path.stat().st_size != shard.record.bytes:
-                        raise Corrupt(f"{path} is not as long as its rank wrote it")
-                    path.rename(path.with_name(names[shard.file]))
+    def place(self, begun: str, shards: Sequence[Shard], *, alone: str) -> dict[str, str]:
+        names = final_names(shards, alone=alone)
+        for shard in shards:
+            path = self._root / begun / checked_name(shard.file, what="shard")
+            with refusals(self._root):
+                if path.stat().st_size != shard.record.bytes:
+                    raise Corrupt(f"{path} is not as long as its rank wrote it")
+                path.rename(path.with_name(names[shard.file]))
         return names
 
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:

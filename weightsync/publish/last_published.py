@@ -6,7 +6,6 @@ otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
 import logging
-import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -80,10 +79,8 @@ class MappedFile:
         size = sum(spec.size_bytes + _padding(spec) for spec in specs.values())
         if self._data.stat().st_size != size:
             raise ValueError(f"{self._data} has not {size} bytes")
-        whole = np.empty(0, dtype=np.uint8)
-        if size:
-            with self._data.open("r+b") as file:
-                whole = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        # An empty file cannot be mapped.
+        whole = np.asarray(np.memmap(self._data, np.uint8, "r+") if size else np.empty(0, np.uint8))
         bits: dict[str, Bits] = {}
         at = 0
         for entry, spec in specs.items():
@@ -179,14 +176,11 @@ class LastPublished:
         if not state.is_lasting:
             return True
         coming = {piece.entry: (piece.spec, piece.record) for piece in state.pieces}
-        here = {
-            entry: (spec, self.contents.slices.get(entry))
-            for entry, spec in self._specs.items()
-            if entry not in self.skipped
-        }
-        return state.ties == self.ties and here == {
-            entry: what for entry, what in coming.items() if entry not in self.skipped
-        }
+        here = {e: (spec, self.contents.slices.get(e)) for e, spec in self._specs.items()}
+        for entry in self.skipped:
+            coming.pop(entry, None)
+            here.pop(entry, None)
+        return (state.ties, coming) == (self.ties, here)
 
     def fill(self, state: TrainerState, pool: Executor) -> None:
         """Copy all tensors; `hold` then sets their version."""

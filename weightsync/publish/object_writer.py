@@ -8,20 +8,32 @@ The newest publisher takes a store over: it writes `.publisher` before it looks 
 every publisher reads that file before an index and again before LATEST. So of two concurrent
 publishers the older one stops, and a version with an index is never swept when LATEST comes to name
 it. Listings may lag: an attempt counts as unfinished only after its index was requested by name.
+
+A delta's payloads go to a nameless file of this machine first. From there they are uploaded, and
+again where that fails, while the next ones are encoded; and from there the publisher's copy moves
+once the version is out. A full checkpoint is uploaded straight from the copy.
 """
 
+import os
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Event
+from typing import IO, Any
 
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
+import numpy as np
+
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
 from harvester.platform.backoff import RetryLimits
+from weightsync.elements.bits import Bytes
 from weightsync.layout.adapter import FULL_SHARD_FILE
+from weightsync.layout.durable import refusals
 from weightsync.layout.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -32,8 +44,7 @@ from weightsync.layout.names import (
     latest_line,
     named_ref,
 )
-from weightsync.publish.agreement import Shard, WrittenShare
-from weightsync.publish.object_draft import ObjectDraft
+from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import StoreWriter
 from weightsync.reading.store import Store
 from weightsync.transport.objects import ObjectStore
@@ -42,6 +53,8 @@ OWNER_FILE = ".publisher"
 _OURS = re.compile(r"[0-9a-f]{8}-rank-\d{5,}-\d{5,}\.safetensors\Z", re.ASCII)
 _ATTEMPT = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
 _AT_ONCE = 8
+_FULL_FILE_BYTES = 1 << 30
+_READ_BYTES = 4 << 20
 _SWEEPING = RetryLimits(give_up_s=5.0, attempts_max=3)
 """Leftovers may wait for the next sweep."""
 
@@ -69,10 +82,67 @@ class WritableObjectStore:
     def writer(self) -> "ObjectWriter":
         return ObjectWriter(self._objects, ObjectStore(self._url, retries=_SWEEPING), self.reader())
 
-    def draft(self, begun: str) -> ObjectDraft:
+    def draft(self, begun: str) -> "ObjectDraft":
         ref, attempt = _parts(begun)
         prefix = f"{ref.directory}/{attempt}-"
         return ObjectDraft(self._objects, prefix, streams=self._streams, spool_dir=self._spool_dir)
+
+
+class ObjectDraft:
+    """Puts `file` at `prefix` + `file`. `spool_dir` is where payloads wait."""
+
+    full_file_bytes = _FULL_FILE_BYTES
+
+    def __init__(self, objects: ObjectStore, prefix: str, *, streams: int, spool_dir: Path) -> None:
+        self._objects = objects
+        self._prefix = prefix
+        self._spool_dir = spool_dir
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="weight-upload")
+        self._spools: dict[str, IO[bytes]] = {}
+        self._uploads: list[Future[int]] = []
+        self._is_closed = Event()
+
+    def write(self, file: str, chunks: Iterable[Any]) -> int:
+        # A failed upload's error is raised now, so that no more is encoded in vain.
+        for upload in filter(Future.done, self._uploads):
+            upload.result()
+        with refusals(self._spool_dir):
+            spool = tempfile.TemporaryFile(dir=self._spool_dir)  # noqa: SIM115 - until `close`
+            self._spools[file] = spool
+            for chunk in chunks:
+                spool.write(chunk)
+            spool.flush()
+        self._start(file, partial(_pieces, spool.fileno()))
+        return spool.tell()
+
+    def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
+        for file, chunks in files.items():
+            self._start(file, partial(iter, chunks))
+        self.settle()
+
+    def settle(self) -> None:
+        for upload in self._uploads:
+            upload.result()
+        self._uploads.clear()
+
+    def written(self, file: str, published: str) -> Bytes:  # noqa: ARG002 - it is here as well
+        return np.memmap(self._spools[file], dtype=np.uint8, mode="r")
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._pool.shutdown(cancel_futures=True)
+        for spool in self._spools.values():
+            spool.close()
+
+    def _start(self, file: str, read: Callable[[], Iterator[Any]]) -> None:
+        def chunks() -> Iterator[Any]:
+            for chunk in read():
+                if self._is_closed.is_set():
+                    raise Stale("this version was given up")
+                yield chunk
+
+        path = self._prefix + file
+        self._uploads.append(self._pool.submit(self._objects.upload, path, chunks))
 
 
 class ObjectWriter(StoreWriter):
@@ -108,9 +178,8 @@ class ObjectWriter(StoreWriter):
         self._left[begun] = []
         return begun
 
-    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
+    def place(self, begun: str, shards: Sequence[Shard], *, alone: str) -> dict[str, str]:
         ref, attempt = _parts(begun)
-        shards = [shard for part in written for shard in part.shards]
         names = {
             shard.file: f"{attempt}-{checked_name(shard.file, what='shard')}" for shard in shards
         }
@@ -205,6 +274,14 @@ class ObjectWriter(StoreWriter):
             f"{self._objects} has another publisher, {what}: only the newest one may publish; stop "
             "one of them, or give it a store of its own"
         )
+
+
+def _pieces(handle: int) -> Iterator[bytes]:
+    """A file's bytes; mapped, they would count as memory in use."""
+    at = 0
+    while piece := os.pread(handle, _READ_BYTES, at):
+        yield piece
+        at += len(piece)
 
 
 def _by_version(sizes: Mapping[str, int]) -> dict[VersionRef, dict[str, int]]:

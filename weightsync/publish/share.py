@@ -5,7 +5,7 @@ encodes while finished ones are written. The copy advances only after the store 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import TypeAlias
 
@@ -37,60 +37,50 @@ Compared: TypeAlias = tuple[str, Encoded | None]
 """An entry and its change; None if nothing changed."""
 
 
-class StateComparison:
+def compared(
+    pieces: Iterable[Piece],
+    compare: Callable[[str, Bits], Compared],
+    pool: Executor,
+    work: WorkSettings,
+    *,
+    own: bool,
+) -> Iterator[Compared]:
     """Compares in batches: a hand-over takes longer than comparing a small tensor.
 
     Batches of tensors that take longer in Python than in a compiled loop are compared inline, since
     threads would only wait for each other's interpreter lock. `in_flight_bytes` of `work` bounds
-    the bytes held at a time, above one batch per thread.
+    the bytes held at a time, above one batch per thread. `own`: see `Piece.bits`.
     """
+    batch_bytes = min(_BATCH_BYTES, work.in_flight_bytes // (2 * work.threads))
+    waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
+    batch: list[tuple[str, Bits]] = []
+    open_bytes = held_bytes = 0
 
-    def __init__(
-        self, compare: Callable[[str, Bits], Compared], pool: Executor, work: WorkSettings
-    ) -> None:
-        self._compare = compare
-        self._pool = pool
-        self._work = work
-        self._batch_bytes = min(_BATCH_BYTES, work.in_flight_bytes // (2 * work.threads))
-        self._waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
-        self._held_bytes = 0
-        self._open: list[tuple[str, Bits]] = []
-        self._open_bytes = 0
+    def compare_all(batch: list[tuple[str, Bits]]) -> list[Compared]:
+        return [compare(entry, bits) for entry, bits in batch]
 
-    def make_room(self, size_bytes: int) -> Iterator[Compared]:
-        """Yield finished results until `size_bytes` more fit."""
-        while (
-            len(self._waiting) >= self._work.threads
-            and self._held_bytes + size_bytes > self._work.in_flight_bytes
-        ):
-            done_bytes, done = self._waiting.popleft()
-            yield from done()
-            self._held_bytes -= done_bytes
-
-    def add(self, entry: str, bits: Bits) -> None:
-        self._open.append((entry, bits))
-        self._open_bytes += bits.nbytes
-        self._held_bytes += bits.nbytes
-        if self._open_bytes >= self._batch_bytes:
-            self._hand_over()
-
-    def finish(self) -> Iterator[Compared]:
-        """Yield all remaining results."""
-        self._hand_over()
-        while self._waiting:
-            yield from self._waiting.popleft()[1]()
-
-    def _hand_over(self) -> None:
-        batch, size_bytes = self._open, self._open_bytes
-        self._open, self._open_bytes = [], 0
-        if size_bytes > _SMALL_BYTES * len(batch):
-            self._waiting.append((size_bytes, self._pool.submit(self._compare_all, batch).result))
+    def hand_over() -> None:
+        if open_bytes > _SMALL_BYTES * len(batch):
+            waiting.append((open_bytes, pool.submit(compare_all, batch).result))
             return
-        done = self._compare_all(batch)
-        self._waiting.append((size_bytes, lambda: done))
+        done = compare_all(batch)
+        waiting.append((open_bytes, lambda: done))
 
-    def _compare_all(self, batch: list[tuple[str, Bits]]) -> list[Compared]:
-        return [self._compare(entry, bits) for entry, bits in batch]
+    for piece in pieces:
+        size_bytes = piece.spec.size_bytes
+        while len(waiting) >= work.threads and held_bytes + size_bytes > work.in_flight_bytes:
+            done_bytes, done = waiting.popleft()
+            yield from done()
+            held_bytes -= done_bytes
+        batch.append((piece.entry, piece.bits(own=own)))
+        open_bytes += size_bytes
+        held_bytes += size_bytes
+        if open_bytes >= batch_bytes:
+            hand_over()
+            batch, open_bytes = [], 0
+    hand_over()
+    while waiting:
+        yield from waiting.popleft()[1]()
 
 
 class RankShare:
@@ -154,7 +144,8 @@ class RankShare:
         )
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
-        for entry, encoded in self._compared(state, expected):
+        pieces, own = self._expected_pieces(state, expected), not state.is_lasting
+        for entry, encoded in compared(pieces, self._compare, self._pool, self._work, own=own):
             if encoded is None:
                 continue
             for name in self._copy.names_of(entry):
@@ -183,9 +174,8 @@ class RankShare:
         self._copy.commit(version, outcome.state_hash, written.digests)
         self._is_reported = True
 
-    def _compared(self, state: TrainerState, expected: set[str]) -> Iterator[Compared]:
-        """Compare in the order of the state; removes each entry from `expected`."""
-        comparison = StateComparison(self._compare, self._pool, self._work)
+    def _expected_pieces(self, state: TrainerState, expected: set[str]) -> Iterator[Piece]:
+        """The pieces to compare, in the order of the state, each of which leaves `expected`."""
         for piece in state:
             if piece.entry in self._copy.skipped:
                 continue
@@ -199,9 +189,7 @@ class RankShare:
             if piece.entry not in expected:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)
-            yield from comparison.make_room(piece.spec.size_bytes)
-            comparison.add(piece.entry, piece.bits(own=not state.is_lasting))
-        yield from comparison.finish()
+            yield piece
 
     def _compare(self, entry: str, new: Bits) -> Compared:
         old = self._copy.bits(entry)

@@ -14,13 +14,12 @@ from harvester.contracts.errors import Exhausted, RoseMuxError, Stale, Unsupport
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.publish.composing import BUDGET_BYTES, SkipDelta, SpoolDraft, composed_skip
+from weightsync.publish.composing import SkipDelta, SpoolDraft, composed_skip
 from weightsync.publish.settings import WorkSettings
 from weightsync.publish.store_writer import WritableStore
 from weightsync.publish.version_writer import StoreFull, VersionWriter
-from weightsync.reading.memory_budget import MemoryBudget
-from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
+from weightsync.transport.ranges import ByteSpan
 
 _LOG = logging.getLogger(__name__)
 _SPANS = (4, 8)
@@ -88,14 +87,14 @@ class SkipDeltaWriter:
                 is_answering = isinstance(error, StoreFull | Stale)
                 _log_left_out(error)
                 with suppress(RoseMuxError, OSError):
-                    self._lead.sweep()
+                    self._lead.writer.sweep()
 
     def _write(self, skip: SkipDelta) -> None:
         size_bytes = sum(file.size_bytes for file in skip.files.values())
         begun = self._lead.begin_skip(skip.ref, size_bytes=size_bytes)
         with closing(self._store.draft(begun)) as draft:
             for name, file in skip.files.items():
-                draft.write(name, file.pieces())
+                draft.write(name, file.pieces(ByteSpan(0, file.size_bytes)))
             draft.settle()
         self._lead.commit_skip(begun, skip)
 
@@ -115,19 +114,11 @@ class _Maker:
             self._make(*due)
 
     def _make(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> None:
-        spool = Spool(MemoryBudget(BUDGET_BYTES), self._work.spool_dir)
+        ref, draft = VersionRef(Kind.SKIP, version, base), SpoolDraft(self._work.spool_dir)
+        size, until = self._work.shard_bytes, self.is_closed
         try:
-            ref = VersionRef(Kind.SKIP, version, base)
-            found = composed_skip(
-                self.reader,
-                ref,
-                layout,
-                spool,
-                SpoolDraft(self._work.spool_dir),
-                shard_bytes=self._work.shard_bytes,
-                until=self.is_closed,
-            )
-            self.made.put(found)
+            skip = composed_skip(self.reader, ref, layout, draft, shard_bytes=size, until=until)
+            self.made.put(skip)
         except Exception as error:
             _log_left_out(error)
 

@@ -17,7 +17,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bytes
 from weightsync.layout.names import VersionRef
-from weightsync.publish.agreement import WrittenShare
+from weightsync.publish.agreement import Shard
 from weightsync.reading.store import Store
 from weightsync.transport.directory import local_path
 
@@ -77,7 +77,7 @@ class StoreWriter(Protocol):
     def begin(self, ref: VersionRef) -> str:
         """A unique name to write a version under; earlier ones, of late ranks, are invalid."""
 
-    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
+    def place(self, begun: str, shards: Sequence[Shard], *, alone: str) -> dict[str, str]:
         """The final name of each written file, of a single one `alone`; raises Corrupt if a file's
         size differs from its rank's report."""
 

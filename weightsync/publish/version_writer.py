@@ -29,6 +29,7 @@ from weightsync.publish.agreement import (
     PublishResult,
     RankEntries,
     RankReport,
+    Shard,
     SkippedEntries,
     WrittenShare,
     common_version,
@@ -54,7 +55,7 @@ class VersionWriter:
     def __init__(
         self, writer: StoreWriter, settings: VersionSettings, adapter: Adapter | None
     ) -> None:
-        self._writer = writer
+        self.writer = writer
         self._settings = settings
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
@@ -80,13 +81,10 @@ class VersionWriter:
         if latest is None:
             return
         with suppress(Corrupt, Stale, Unsupported):
-            there = self._writer.store.manifest(VersionRef(Kind.WEIGHT, latest)).adapter
+            there = self.writer.store.manifest(VersionRef(Kind.WEIGHT, latest)).adapter
             if (there is None) != (self._adapter is None):
                 kind = "whole models" if there is None else f"adapters of {there.base_store}"
                 raise ConfigError(f"the store has {kind}: publish to a store of its own")
-
-    def close(self) -> None:
-        self._writer.close()
 
     def order(self, reports: Sequence[RankReport]) -> PublishOrder:
         """Decide the version and its base, and begin it in the store. Raises ConfigError if ranks
@@ -103,7 +101,7 @@ class VersionWriter:
         if base is not None and self._known is None:
             self._known = reported_contents(reports)
         version = WeightVersion(self._newest + 1)
-        begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
+        begun = self.writer.begin(VersionRef(Kind.WEIGHT, version))
         if base is None or self._known is None:
             return PublishOrder(version, 0, begun)
         self._next = self._known
@@ -117,7 +115,7 @@ class VersionWriter:
     def _latest(self) -> WeightVersion | None:
         """The published version; None too if LATEST is torn, which the next version repairs."""
         try:
-            return self._writer.store.latest()
+            return self.writer.store.latest()
         except Corrupt:
             return None
 
@@ -127,24 +125,23 @@ class VersionWriter:
         changed = {entry: digest for part in written for entry, digest in part.digests.items()}
         self._next = replace(self._next, digests=self._next.digests | changed)
         state_hash = combined(self._next.digests, self._next.layout)
-        names, small = self._complete(
-            order.directory, version, order.base, written, state_hash, self._bytes_dense()
-        )
-        size = _size_bytes(written, small)
+        shards = [shard for part in written for shard in part.shards]
+        names, small = self._complete(order.directory, version, order.base, shards, state_hash)
+        size = _size_bytes(shards, small)
         anchor_due = bool(order.base) and version - self.newest_full >= self._settings.anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, even after a failure.
         self._newest = version
-        self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
+        self.writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
         if not order.base:
             self._fulls.add(VersionRef(Kind.WEIGHT, version))
-        self._writer.point_latest(version)
+        self.writer.point_latest(version)
         self._known = self._next
         anchor_directory = ""
         if anchor_due:
             # The version is published: an anchor without a place stays due.
             with suppress(RoseMuxError):
-                anchor_directory = self._writer.begin(VersionRef(Kind.ANCHOR, version))
+                anchor_directory = self.writer.begin(VersionRef(Kind.ANCHOR, version))
         return PublishResult(
             state_hash=state_hash,
             bytes_sent=size,
@@ -161,16 +158,15 @@ class VersionWriter:
         try:
             if faults := [part.fault for part in written if part.fault]:
                 raise Exhausted(faults[0])
-            _, small = self._complete(
-                begun, version, 0, written, outcome.state_hash, outcome.bytes_dense
-            )
-            self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
+            shards = [shard for part in written for shard in part.shards]
+            _, small = self._complete(begun, version, 0, shards, outcome.state_hash)
+            self.writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
         except RoseMuxError as error:
-            self._writer.sweep()
+            self.writer.sweep()
             return Anchored(0, f"version {version} has no anchor: {error}")
         self._fulls.add(VersionRef(Kind.ANCHOR, version))
         self.prune()
-        return Anchored(_size_bytes(written, small))
+        return Anchored(_size_bytes(shards, small))
 
     @property
     def newest_full(self) -> WeightVersion:
@@ -193,33 +189,28 @@ class VersionWriter:
         """Begin a skip delta in the store. Raises StoreFull if it has no room, and Stale if its
         version was pruned meanwhile."""
         self._check_quota(size_bytes)
-        if VersionRef(Kind.WEIGHT, ref.version) not in self._writer.refs():
+        if VersionRef(Kind.WEIGHT, ref.version) not in self.writer.refs():
             raise Stale(f"version {ref.version} was pruned")
-        return self._writer.begin(ref)
+        return self.writer.begin(ref)
 
     def commit_skip(self, begun: str, skip: SkipDelta) -> None:
         """Make a skip delta visible."""
-        written = WrittenShare([*skip.shards], {})
-        names = self._writer.place(begun, [written], alone="")
+        names = self.writer.place(begun, skip.shards, alone="")
         small = self._small_files(skip.manifest(names))
-        self._check_quota(_size_bytes([written], small))
-        self._writer.finish(begun, skip.ref, small)
+        self._check_quota(_size_bytes(skip.shards, small))
+        self.writer.finish(begun, skip.ref, small)
 
     def _check_quota(self, size_bytes: int) -> None:
         if (limit := self._settings.max_bytes) is not None:
-            used_bytes = sum(self._writer.sizes().values())
+            used_bytes = sum(self.writer.sizes().values())
             if used_bytes + size_bytes > limit:
-                raise StoreFull(f"{self._writer.store}: {used_bytes} of {limit} are used")
-
-    def sweep(self) -> None:
-        """Delete unfinished versions."""
-        self._writer.sweep()
+                raise StoreFull(f"{self.writer.store}: {used_bytes} of {limit} are used")
 
     def prune(self) -> None:
         """Delete versions older than `keep_versions` that no newer one needs; what cannot be
         deleted now is pruned next time."""
         try:
-            refs = self._writer.refs()
+            refs = self.writer.refs()
             doomed = superseded(
                 refs,
                 full_versions=self._full_versions(refs),
@@ -235,22 +226,20 @@ class VersionWriter:
         begun: str,
         version: WeightVersion,
         base: int,
-        written: Sequence[WrittenShare],
+        shards: Sequence[Shard],
         state_hash: str,
-        bytes_dense: int,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
         """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
-        names = self._writer.place(begun, written, alone=alone)
+        names = self.writer.place(begun, shards, alone=alone)
         section = IndexSection(
             format=INDEX_FORMAT,
             state_hash=state_hash,
-            bytes_dense=bytes_dense,
+            bytes_dense=self._bytes_dense(),
             files={},
             slices={} if base else self._next.slices,
             adapter=self._adapter,
         )
-        shards = [shard for part in written for shard in part.shards]
         builds_on = WeightVersion(base) if base else None
         manifest = version_manifest(
             version, builds_on, self._settings.encoding, section, shards, names
@@ -267,7 +256,7 @@ class VersionWriter:
         if self._settings.max_bytes is None:
             return
         needed += self._bytes_dense() if anchor_due else 0
-        sizes = self._writer.sizes()
+        sizes = self.writer.sizes()
         doomed = making_room(
             sizes,
             full_versions=self._full_versions(sizes.keys()),
@@ -277,7 +266,7 @@ class VersionWriter:
         )
         if doomed is None:
             raise Exhausted(
-                f"{needed} bytes more are needed in {self._writer.store}, where "
+                f"{needed} bytes more are needed in {self.writer.store}, where "
                 f"{sum(sizes.values())} of "
                 f"max_bytes={self._settings.max_bytes} are in use and the newest chain has to stay"
             )
@@ -285,17 +274,16 @@ class VersionWriter:
 
     def _remove(self, doomed: Sequence[VersionRef]) -> None:
         for ref in doomed:
-            self._writer.remove(ref)
+            self.writer.remove(ref)
             self._fulls.discard(ref)
 
     def _bytes_dense(self) -> int:
         return sum(spec.size_bytes for spec in self._next.layout.values())
 
 
-def _size_bytes(written: Sequence[WrittenShare], small: Mapping[str, bytes]) -> int:
+def _size_bytes(shards: Sequence[Shard], small: Mapping[str, bytes]) -> int:
     """Size of a version: its shards and its small files."""
-    shards = sum(shard.record.bytes for part in written for shard in part.shards)
-    return shards + sum(len(data) for data in small.values())
+    return sum(shard.record.bytes for shard in shards) + sum(map(len, small.values()))
 
 
 def superseded(

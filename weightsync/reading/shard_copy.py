@@ -10,14 +10,13 @@ from harvester.contracts.errors import Corrupt, RoseMuxError
 from weightsync.elements.bits import Bytes
 from weightsync.layout.chunk_digests import chunk_digest, digest_at
 from weightsync.layout.manifest import FileRecord
-from weightsync.layout.shard import ShardHeader, header_length, read_header
+from weightsync.layout.shard import ShardHeader, read_header
 from weightsync.reading.chunks import ChunkMap
 from weightsync.reading.spool import StagedFile
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, each_span
 
 _READS = 2
-_LENGTH_BYTES = 8
 
 
 class ShardCopy:
@@ -27,7 +26,6 @@ class ShardCopy:
         self,
         source: StoreSource,
         path: str,
-        size_bytes: int,
         record: FileRecord | None,
         staged: StagedFile,
         *,
@@ -37,10 +35,9 @@ class ShardCopy:
         """`missing` makes the error to raise if the shard does not exist."""
         self._source = source
         self._path = path
-        self._size_bytes = size_bytes
         self._record = record
         chunk_bytes = record.chunk_bytes if record else 0
-        self._chunks = ChunkMap(size_bytes, chunk_bytes=chunk_bytes) if chunk_bytes else None
+        self._chunks = ChunkMap(staged.size_bytes, chunk_bytes=chunk_bytes) if chunk_bytes else None
         """Chunks still to be fetched; None without digests of parts, and once the whole is here."""
         self.staged = staged
         self._piece_bytes = piece_bytes
@@ -55,9 +52,9 @@ class ShardCopy:
 
     def fetch(self) -> None:
         """Fetch the whole shard and check its digest; raises Corrupt."""
-        whole = ByteSpan(0, self._size_bytes)
+        whole = ByteSpan(0, self.staged.size_bytes)
         for _ in range(_READS):
-            self.bytes_read += self._size_bytes
+            self.bytes_read += whole.stop
             self._read(whole.pieces(self._piece_bytes), self._read_unchecked)
             if self._record is None or self.staged.digest(whole) == self._record.xxh3_128:
                 self._chunks = None
@@ -67,18 +64,13 @@ class ShardCopy:
 
     def header(self) -> ShardHeader:
         """The shard's tensors and their offsets; raises Corrupt."""
-        return read_header(self._header_at, file_bytes=self._size_bytes)
 
-    def _header_at(self, start: int) -> bytes:
-        size = self._size_bytes
-        prefix = ByteSpan(start, min(size, start + _LENGTH_BYTES))
-        self.fetch_parts([prefix])
-        length = header_length(self.staged.read(prefix).tobytes())
-        raw = ByteSpan(prefix.stop, prefix.stop + length)
-        if raw.stop > size:
-            raise Corrupt(f"{self._source}/{self._path}: a header of {length} bytes in {size}")
-        self.fetch_parts([raw])
-        return self.staged.read(raw).tobytes()
+        def read(start: int, stop: int) -> bytes:
+            self.fetch_parts([ByteSpan(start, stop)])
+            return self.staged.read(ByteSpan(start, stop)).tobytes()
+
+        what = f"{self._source}/{self._path}"
+        return read_header(read, file_bytes=self.staged.size_bytes, what=what)
 
     def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
         """Fetch and check the chunks that contain these spans; raises Corrupt. No-op after `fetch`,

@@ -9,7 +9,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,6 @@ import xxhash
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bytes
-from weightsync.elements.state_hash import digest_of
 from weightsync.layout.durable import refusals
 from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.transport.ranges import ByteSpan
@@ -32,6 +30,10 @@ _PIECE_BYTES = 1 << 20
 class StagedFile(Protocol):
     """The bytes of one file, or the fetched part of them; unfetched bytes are undefined."""
 
+    size_bytes: int
+    kept_bytes: int
+    """Bytes that it takes of the memory budget."""
+
     def read(self, span: ByteSpan) -> Bytes:
         """The bytes of a span: in memory the staging's own, else a copy."""
 
@@ -42,24 +44,17 @@ class StagedFile(Protocol):
 
     def write(self, start: int, data: Bytes) -> None: ...
 
+    def pieces(self, span: ByteSpan) -> Iterator[memoryview]:
+        """The bytes of a span one after another, in little memory."""
+        for piece in span.pieces(_PIECE_BYTES):
+            yield self.read(piece).data
+
     def digest(self, span: ByteSpan) -> str:
-        """xxh3-128 of a span, computed in little memory."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that it takes of the memory budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpooledFile:
-    """A whole file in a spool."""
-
-    size_bytes: int
-    content: StagedFile
-
-    def pieces(self) -> Iterator[memoryview]:
-        for piece in ByteSpan(0, self.size_bytes).pieces(_PIECE_BYTES):
-            yield self.content.read(piece).data
+        """xxh3-128 of a span."""
+        whole = xxhash.xxh3_128()
+        for piece in self.pieces(span):
+            whole.update(piece)
+        return str(whole.hexdigest())
 
 
 class Spool:
@@ -92,13 +87,10 @@ def default_directory() -> Path:
         ) from error
 
 
-class MemoryStaging:
+class MemoryStaging(StagedFile):
     def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = self.kept_bytes = size_bytes
         self._data = np.empty(size_bytes, dtype=np.uint8)
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._data.size
 
     def read(self, span: ByteSpan) -> Bytes:
         return self._data[span.start : span.stop]
@@ -114,18 +106,14 @@ class MemoryStaging:
         if not np.may_share_memory(there, data):
             np.copyto(there, data)
 
-    def digest(self, span: ByteSpan) -> str:
-        return digest_of(self.read(span))
 
+class _DiskStaging(StagedFile):
+    kept_bytes = 0
 
-class _DiskStaging:
-    def __init__(self, file: "_NamelessFile", base: int) -> None:
+    def __init__(self, file: "_NamelessFile", base: int, size_bytes: int) -> None:
         self._file = file
         self._base = base
-
-    @property
-    def kept_bytes(self) -> int:
-        return 0
+        self.size_bytes = size_bytes
 
     def read(self, span: ByteSpan) -> Bytes:
         data = np.empty(span.size_bytes, dtype=np.uint8)
@@ -150,12 +138,6 @@ class _DiskStaging:
             while at < data.size:
                 at += os.pwrite(self._file.handle, data.data[at:], self._base + start + at)
 
-    def digest(self, span: ByteSpan) -> str:
-        whole = xxhash.xxh3_128()
-        for piece in span.pieces(_PIECE_BYTES):
-            whole.update(self.read(piece).data)
-        return str(whole.hexdigest())
-
 
 class _NamelessFile:
     def __init__(self, directory: Path) -> None:
@@ -171,4 +153,4 @@ class _NamelessFile:
         with refusals(self.directory):
             # A hole reads as zeros, so that unfetched bytes are never out of bounds.
             os.ftruncate(self.handle, self._size_bytes)
-        return _DiskStaging(self, base)
+        return _DiskStaging(self, base, size_bytes)

@@ -28,7 +28,7 @@ from weightsync.layout.names import (
     named_ref,
     refs_in,
 )
-from weightsync.layout.shard import header_length, parsed_header
+from weightsync.layout.shard import read_header
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.transport.base_checkpoint import BaseCheckpoint
@@ -51,54 +51,44 @@ class Store:
         self, at: Path | str | StoreSource, *, base_checkpoint: Path | str | None = None
     ) -> None:
         base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
-        self._source = source_at(at, base=base) if isinstance(at, Path | str) else at
-        if not hasattr(self._source, "read_range"):
+        self.source = source_at(at, base=base) if isinstance(at, Path | str) else at
+        if not hasattr(self.source, "read_range"):
             raise ConfigError(f"store {at!r}: give its directory or URL")
 
     def __str__(self) -> str:
-        return str(self._source)
+        return str(self.source)
 
     @property
     def is_remote(self) -> bool:
         """Whether each look at it is a round trip."""
-        return self._source.streams > 1
-
-    @property
-    def announces(self) -> bool:
-        """Whether `newer` is notified of the next version instead of polling."""
-        return self._source.announces
+        return self.source.streams > 1
 
     @property
     def writer(self) -> str | None:
         """The other systems whose trainer writes this store; None for RoseMux."""
-        return self._source.writer()
-
-    @property
-    def composes(self) -> bool:
-        """Whether it has a skip delta between any two versions, as `refs` last found."""
-        return self._source.composes
+        return self.source.writer()
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
 
     def latest(self) -> WeightVersion | None:
         """The newest published version; None before the first one."""
-        return self._named_latest(self._source.latest())
+        return self._named_latest(self.source.latest())
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """The newest version once it differs from `than`; None after `wait_s`."""
         known = None if than is None else latest_line(than)
-        raw = self._source.latest(known, wait_s=wait_s)
+        raw = self.source.latest(known, wait_s=wait_s)
         if raw != known and self._named_latest(raw) == than:
             # Others may write the line in another way.
-            raw = self._source.latest(raw, wait_s=wait_s)
+            raw = self.source.latest(raw, wait_s=wait_s)
         found = self._named_latest(raw)
         return None if found == than else found
 
     def newest(self, expected: WeightVersion) -> tuple[WeightVersion | None, frozenset[VersionRef]]:
         """`latest` and `refs`; see `StoreSource.newest`."""
         try:
-            raw, found = self._source.newest(latest_line(expected))
+            raw, found = self.source.newest(latest_line(expected))
         except FileNotFoundError as error:
             raise no_store(self) from error
         return self._named_latest(raw), refs_in(found)
@@ -106,18 +96,18 @@ class Store:
     def refs(self) -> frozenset[VersionRef]:
         """Every directory that has a version's name, finished or not."""
         try:
-            return refs_in(self._source.directories())
+            return refs_in(self.source.directories())
         except FileNotFoundError as error:
             raise no_store(self) from error
 
     def manifest(self, ref: VersionRef) -> Manifest:
         """The index of one version; raises Stale if it is gone, Corrupt if it is broken."""
         try:
-            raw = self._source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
+            raw = self.source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
         except FileNotFoundError as error:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.section is not None and not self._source.has(f"{ref.directory}/{READY_FILE}"):
+        if manifest.section is not None and not self.source.has(f"{ref.directory}/{READY_FILE}"):
             raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
@@ -154,7 +144,7 @@ class Store:
     def small_file(self, ref: VersionRef, name: str, limit_bytes: int) -> bytes:
         """A version's file besides its shards; raises Corrupt if missing or over the limit."""
         try:
-            return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
+            return self.source.read_small(f"{ref.directory}/{name}", limit_bytes)
         except FileNotFoundError as error:
             raise self._missing(ref, name) from error
 
@@ -164,16 +154,14 @@ class Store:
         """A copy of a shard, not fetched yet; reads take up to `lent_bytes`. Raises Corrupt."""
         size = self._checked_bytes(ref, manifest, shard)
         record = manifest.section.files[shard] if manifest.section else None
-        source = self._source
+        source = self.source
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
-        staged = spool.stage(size)
         return ShardCopy(
             source,
             path,
-            size,
             record,
-            staged,
+            spool.stage(size),
             piece_bytes=piece_bytes,
             missing=lambda: self._missing(ref, shard),
         )
@@ -181,7 +169,7 @@ class Store:
     def doubt(self, ref: VersionRef, manifest: Manifest) -> None:
         """Report that some shard's bytes were wrong, so that no cached copy of them is used."""
         for shard in manifest.shards:
-            self._source.doubt(f"{ref.directory}/{shard}")
+            self.source.doubt(f"{ref.directory}/{shard}")
 
     def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
         if raw is None:
@@ -193,29 +181,30 @@ class Store:
 
     def _missing(self, ref: VersionRef, what: str) -> RoseMuxError:
         """The error for a missing file. A pruned version loses its index before any other file."""
-        if not self._source.has(f"{ref.directory}/{INDEX_FILE}"):
+        if not self.source.has(f"{ref.directory}/{INDEX_FILE}"):
             return Stale(f"{self}/{ref.directory} was pruned while it was read: take a newer one")
         return Corrupt(f"{self}/{ref.directory} has no {what}")
 
     def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
         path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
         try:
-            head = self._source.bytes_at(path, 0, min(size, _HEAD_BYTES))
-            needed = 8 + header_length(head[:8])
-            if needed > size:
-                raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
-            if needed > len(head):
-                head = self._source.bytes_at(path, 0, needed)
-            return parsed_header(head[8:needed], file_bytes=size).layout
+            head = self.source.bytes_at(path, 0, min(size, _HEAD_BYTES))
+
+            def read(start: int, stop: int) -> bytearray:
+                if stop <= len(head):
+                    return head[start:stop]
+                return self.source.bytes_at(path, start, stop - start)
+
+            return read_header(read, file_bytes=size, what=f"{self}/{path}").layout
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error
         except Corrupt:
-            self._source.doubt(path)
+            self.source.doubt(path)
             raise
 
     def _found_bytes(self, ref: VersionRef, shard: str) -> int:
         try:
-            return self._source.size_bytes(f"{ref.directory}/{shard}")
+            return self.source.size_bytes(f"{ref.directory}/{shard}")
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error
 
@@ -224,7 +213,7 @@ class Store:
         path, found = f"{ref.directory}/{shard}", self._found_bytes(ref, shard)
         published = manifest.section.files[shard].bytes if manifest.section else found
         if found != published:
-            self._source.doubt(path)
+            self.source.doubt(path)
             raise Corrupt(f"{self}/{path}: {found} bytes where {published} were published")
         if found > MAX_SHARD_BYTES:
             raise Corrupt(f"{self}/{path}: {found} bytes is over the limit of {MAX_SHARD_BYTES}")

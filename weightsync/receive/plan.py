@@ -37,12 +37,15 @@ class PullPlan:
 
     current: WeightVersion | None
     """The version that the steps build on; None if they start from a full checkpoint."""
-    target: WeightVersion
     steps: tuple[Step, ...]
     root: Step | None
     """The full checkpoint whose layout holds for all steps; None uses the holder's layout."""
     manifest: Manifest
     """Manifest of the target version, from the last step."""
+
+    @property
+    def target(self) -> WeightVersion:
+        return self.manifest.version
 
     @property
     def size_bytes(self) -> int:
@@ -51,15 +54,6 @@ class PullPlan:
 
 StepOf: TypeAlias = Callable[[VersionRef], Step | None]
 """The step for one directory, None if it does not exist; raises Corrupt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """One version on the way back from the target."""
-
-    version: WeightVersion
-    fulls: tuple[Step, ...]
-    delta: Step | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,20 +69,21 @@ class _Walk:
     """The oldest version that was reached."""
     has_skipped: bool = False
 
-    def __iter__(self) -> Iterator[_Link]:
+    def __iter__(self) -> Iterator[tuple[WeightVersion, list[Step], Step | None]]:
+        """(version, its full checkpoints, the delta that leads to it) of every version."""
         self.last = self.target
         for _ in range(MAX_CHAIN):
-            link = self._link(self.last)
-            yield link
-            base = None if link.delta is None else link.delta.manifest.base_version
-            if base is None:
+            fulls, delta = self._steps_to(self.last)
+            yield self.last, fulls, delta
+            if delta is None or delta.manifest.base_version is None:
                 return
-            self.last = base
+            self.last = delta.manifest.base_version
         limit = f"over {MAX_CHAIN} deltas away from a full checkpoint"
         self.faults.append(Stale(f"version {self.target} is {limit}"))
 
-    def _link(self, at: WeightVersion) -> _Link:
+    def _steps_to(self, at: WeightVersion) -> tuple[list[Step], Step | None]:
         anchor = self._look(VersionRef(Kind.ANCHOR, at))
+        fulls = [] if anchor is None else [anchor]
         for ref in self.skips.get(at, ()):
             if ref.base is None or ref.base < self.since < at:
                 continue
@@ -96,11 +91,11 @@ class _Walk:
                 skip = self.step_of(ref)
                 if skip is not None and skip.manifest.base_version == ref.base:
                     self.has_skipped = True
-                    return _Link(at, () if anchor is None else (anchor,), skip)
+                    return fulls, skip
         weight = self._look(VersionRef(Kind.WEIGHT, at))
-        delta = weight if weight is not None and not weight.manifest.is_full else None
-        fulls = (anchor, weight if delta is None else None)
-        return _Link(at, tuple(full for full in fulls if full is not None), delta)
+        if weight is None or not weight.manifest.is_full:
+            return fulls, weight
+        return [*fulls, weight], None
 
     def _look(self, ref: VersionRef) -> Step | None:
         try:
@@ -139,11 +134,10 @@ def plans(
     )
     over_skips = _plans_along(skipping, current, layout_is_known=layout_is_known)
     by_singles = _plans_along(single, current, layout_is_known=layout_is_known)
-    found = False
+    plan = None
     for plan in _alternating(skipping, over_skips, by_singles):
-        found = True
         yield plan
-    if not found:
+    if plan is None:
         last = single.last if skipping.has_skipped else skipping.last
         raise _no_way(target, last, latest, faults)
 
@@ -189,29 +183,29 @@ def _longest_first(skips: Collection[VersionRef]) -> dict[WeightVersion, list[Ve
 def _plans_along(
     walk: _Walk, current: WeightVersion | None, *, layout_is_known: bool
 ) -> Iterator[PullPlan]:
-    target = walk.target
     goal: Manifest | None = None
     chain: tuple[Step, ...] = ()
     held: tuple[Step, ...] | None = None
     fulls: list[tuple[Step, ...]] = []
-    for link in walk:
-        if link.version == target:
-            goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
-        if link.version == current:
+    for version, here, delta in walk:
+        goal = goal or next((step.manifest for step in (delta, *here) if step), None)
+        if goal is None:
+            return
+        if version == current:
             held = chain
             theirs = all(step.manifest.section is None for step in chain)
-            if goal and goal.section is None and theirs and layout_is_known and not fulls:
-                yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
-        fulls += [(full, *chain) for full in link.fulls]
-        if goal is not None and fulls and (current is None or link.version <= current):
+            if goal.section is None and theirs and layout_is_known and not fulls:
+                yield PullPlan(current=current, steps=held, root=None, manifest=goal)
+        fulls += [(full, *chain) for full in here]
+        if fulls and (current is None or version <= current):
             yield from _ways(goal, fulls, current, held)
             fulls.clear()
-        if link.delta is not None:
-            chain = (link.delta, *chain)
+        if delta is not None:
+            chain = (delta, *chain)
     if goal is not None and fulls:
         yield from _ways(goal, fulls, current, held)
     if goal is not None and held is not None and layout_is_known:
-        yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
+        yield PullPlan(current=current, steps=held, root=None, manifest=goal)
 
 
 def _no_way(
@@ -240,13 +234,10 @@ def _ways(
     held: tuple[Step, ...] | None,
 ) -> list[PullPlan]:
     """Ways from each of these full checkpoints, and from the current version with their layout."""
-    target, root = goal.version, fulls[0][0]
     ways = [
-        PullPlan(
-            current=None, target=target, steps=steps, root=steps[0], manifest=steps[-1].manifest
-        )
+        PullPlan(current=None, steps=steps, root=steps[0], manifest=steps[-1].manifest)
         for steps in fulls
     ]
     if held is not None:
-        ways.append(PullPlan(current=current, target=target, steps=held, root=root, manifest=goal))
+        ways.append(PullPlan(current=current, steps=held, root=fulls[0][0], manifest=goal))
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))

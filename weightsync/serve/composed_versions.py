@@ -21,9 +21,9 @@ from weightsync.transport.source import StoreSource
 from weightsync.transport.wire import index_etag
 
 if TYPE_CHECKING:
-    from weightsync.reading.spool import SpooledFile
+    from weightsync.reading.spool import StagedFile
 
-Files: TypeAlias = Mapping[str, "SpooledFile"]
+Files: TypeAlias = Mapping[str, "StagedFile"]
 Compose: TypeAlias = Callable[[StoreSource, VersionRef, Event], Files]
 """The files of a skip delta by name; raises if it has none, also once the event is set."""
 _LOG = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ComposedVersions:
 
     async def file(
         self, store: str, source: StoreSource, ref: VersionRef, name: str, *, doubted: bool
-    ) -> "SpooledFile":
+    ) -> "StagedFile":
         """Raises FileNotFoundError if there is none, and none can be composed in time."""
         key = store, ref
         if doubted:

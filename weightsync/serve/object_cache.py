@@ -80,7 +80,7 @@ class ObjectCache:
     def __init__(
         self, root: Path, capacity_bytes: int, *, metrics: TransferMetrics | None = None
     ) -> None:
-        self._root = root
+        self.root = root
         self._capacity_bytes = capacity_bytes
         self._metrics = metrics or TransferMetrics()
         self._objects: dict[str, CachedObject] = {}
@@ -102,10 +102,6 @@ class ObjectCache:
         for held in self._objects.values():
             self._shut(held)
         self._lock.close()
-
-    @property
-    def root(self) -> Path:
-        return self._root
 
     def holds(self, store: str, key: str) -> bool:
         """Whether the whole file is present; one of an earlier process is not verified yet."""
@@ -158,7 +154,7 @@ class ObjectCache:
                 "relay with a larger --cache-bytes"
             )
         self._make_room(size_bytes)
-        held = CachedObject(self._root / store / key, size_bytes, ChunkMap(size_bytes))
+        held = CachedObject(self.root / store / key, size_bytes, ChunkMap(size_bytes))
         left_bytes = size_bytes
         while True:
             try:
@@ -168,7 +164,7 @@ class ObjectCache:
                 held.part.unlink(missing_ok=True)
                 idle = [one for one in self._objects.values() if not one.users]
                 if error.errno not in _FULL or not idle or left_bytes <= 0:
-                    raise Exhausted(f"no room in {self._root}: {error.strerror}") from error
+                    raise Exhausted(f"no room in {self.root}: {error.strerror}") from error
                 # The disk is smaller than the capacity, or has other files too.
                 oldest = min(idle, key=lambda one: one.used_at)
                 left_bytes -= oldest.size_bytes
@@ -180,13 +176,13 @@ class ObjectCache:
         left_bytes = self._capacity_bytes - needed_bytes
         doomed = evicted(self._objects.values(), capacity_bytes=left_bytes)
         if doomed is None:
-            raise Exhausted(f"every file in the cache {self._root} is in use")
+            raise Exhausted(f"every file in the cache {self.root} is in use")
         for held in doomed:
             self.drop(held, reason="evicted")
 
     def _load(self) -> None:
         """Keep whole files of an earlier process whose name has a digest; delete its others."""
-        stores = (path for path in self._root.glob("*/*") if is_name(path.parent.name))
+        stores = (path for path in self.root.glob("*/*") if is_name(path.parent.name))
         found = [path for path in stores if path.is_file()]
         kept = [path for path in found if _PROVABLE.match(path.name)]
         for path in found:

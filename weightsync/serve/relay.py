@@ -28,7 +28,7 @@ from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.outage import CachedReplies, UpstreamOutage
 from weightsync.serve.published import PublishedFile, published_files
 from weightsync.serve.relayed_file import RelayedFile
-from weightsync.serve.served_stores import OpenFile, ServedFile, SourceStores
+from weightsync.serve.served_stores import OpenFile, ServedFile, SharedRequests, SourceStores
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
@@ -55,7 +55,7 @@ class RelayedStores:
         self._link = ThreadPoolExecutor(streams, thread_name_prefix="weight-pull")
         self._disk = ThreadPoolExecutor(4, thread_name_prefix="weight-disk")
         self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
-        self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
+        self._reading = SharedRequests[tuple[str, str], bytes]()
         self._parsing = asyncio.Lock()
         self._files: dict[str, RelayedFile] = {}
         self._replies = CachedReplies(cache.root)
@@ -127,12 +127,20 @@ class RelayedStores:
             yield OpenFile(len(raw), lambda span: raw[span.start : span.stop], self._upstream)
             return
         published = await self._published_file(store, directory, name, fresh=doubted)
-        file = await self._sound_file(store, path, published, doubted=doubted)
-        try:
-            yield file
-        finally:
-            file.users -= 1
-            self._let_go(f"{store}/{published.key}", file)
+        source = self._upstream.store(store).source
+        if doubted:
+            # Upstream may be a relay with a copy that still grows.
+            source.doubt(path)
+        size = published.size_bytes
+        if size is None:
+            size = await self._upstream.threaded(lambda: source.size_bytes(path))
+        # A copy that turns out to be broken is replaced once.
+        for _ in range(2):
+            with self._file(source, store, path, published, size).reader() as file:
+                if await file.is_sound(again=doubted):
+                    yield file
+                    return
+        raise Corrupt(f"{path} differs from the published file")
 
     async def close(self) -> None:
         self._outage.close()
@@ -186,45 +194,19 @@ class RelayedStores:
             del self._indexes[next(iter(self._indexes))]
         return raw
 
-    async def _sound_file(
-        self, store: str, path: str, published: PublishedFile, *, doubted: bool
-    ) -> RelayedFile:
-        """The shard with one user more; a copy that turns out to be broken is replaced once."""
-        source = self._upstream.store(store).source
-        if doubted:
-            # Upstream may be a relay with a copy that still grows.
-            source.doubt(path)
-        size = published.size_bytes
-        if size is None:
-            size = await self._upstream.threaded(lambda: source.size_bytes(path))
-        name = f"{store}/{published.key}"
-        for _ in range(2):
-            file = self._files.get(name) or self._taken(source, store, path, published, size)
-            file.users += 1
-            sound = False
-            try:
-                sound = await file.is_sound(again=doubted)
-            finally:
-                if not sound:
-                    file.users -= 1
-                    self._let_go(name, file)
-            if sound:
-                return file
-        raise Corrupt(f"{path} differs from the published file")
-
-    def _taken(
+    def _file(
         self, source: StoreSource, store: str, path: str, published: PublishedFile, size: int
     ) -> RelayedFile:
+        name = f"{store}/{published.key}"
+        if name in self._files:
+            return self._files[name]
         held = self._cache.take(store, published.key, size)
 
         async def pull(span: ByteSpan) -> None:
-            def fetch() -> None:
-                _fetch(source, path, span, held.part)
-
-            await asyncio.get_running_loop().run_in_executor(self._link, fetch)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._link, _fetch, source, path, span, held.part)
             self._metrics.pulled.labels(store).inc(span.size_bytes)
 
-        name = f"{store}/{published.key}"
         file = RelayedFile(
             held,
             self._cache,
@@ -232,35 +214,22 @@ class RelayedStores:
             pull=pull,
             streams=self._streams,
             disk=self._disk,
-            on_idle=lambda file: self._let_go(name, file),
+            on_end=lambda file: self._ended(name, file),
         )
         self._files[name] = file
         return file
 
-    def _let_go(self, name: str, file: RelayedFile) -> None:
-        """Release a file once it has no readers and no pulls in progress."""
-        if (file.is_broken or file.is_idle) and self._files.get(name) is file:
+    def _ended(self, name: str, file: RelayedFile) -> None:
+        if self._files.get(name) is file:
             del self._files[name]
-        if file.is_idle:
-            file.release()
 
     async def _read_small(self, store: str, path: str) -> bytes:
         """A small upstream file, read once for all concurrent requests."""
-        reading = self._reading.get((store, path))
-        if reading is None:
-            source = self._upstream.store(store).source
-            reading = asyncio.create_task(
-                self._upstream.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES))
-            )
-            self._reading[store, path] = reading
-            reading.add_done_callback(lambda done: self._was_read(store, path, done))
-        return await asyncio.shield(reading)
-
-    def _was_read(self, store: str, path: str, done: "asyncio.Task[bytes]") -> None:
-        del self._reading[store, path]
-        # The requesting reader may have left by the time it fails.
-        if not done.cancelled():
-            done.exception()
+        source = self._upstream.store(store).source
+        return await self._reading.answer(
+            (store, path),
+            lambda: self._upstream.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES)),
+        )
 
 
 def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:

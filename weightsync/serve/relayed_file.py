@@ -2,9 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from harvester.contracts.errors import Corrupt
 from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
@@ -29,40 +29,33 @@ class RelayedFile:
         pull: Pull,
         streams: int,
         disk: Executor,
-        on_idle: Callable[["RelayedFile"], None],
+        on_end: Callable[["RelayedFile"], None],
     ) -> None:
-        """`on_idle` is called whenever no pull is in progress any more."""
+        """`on_end` is called once it is broken, and once it has no reader and no pull any more."""
         self._held = held
+        self.size_bytes = held.size_bytes
         self._cache = cache
         self._xxh3_128 = xxh3_128
         self._pull = pull
         self._streams = streams
         self._disk = disk
-        self._on_idle = on_idle
+        self._on_end = on_end
         self._waiting: list[asyncio.Future[None]] = []
         self._pulls: set[asyncio.Task[None]] = set()
         self._proving = asyncio.Lock()
         self._failure: Exception | None = None
-        self._released = False
-        self.users = 0
+        self._readers = 0
+        self._has_ended = False
 
-    @property
-    def size_bytes(self) -> int:
-        return self._held.size_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        return self.users == 0 and not self._pulls
-
-    @property
-    def is_broken(self) -> bool:
-        return self._failure is not None
-
-    def release(self) -> None:
-        """Mark its cache entry as evictable. Idempotent."""
-        if not self._released:
-            self._released = True
-            self._cache.leave(self._held)
+    @contextmanager
+    def reader(self) -> Iterator["RelayedFile"]:
+        """Kept for one reader more inside."""
+        self._readers += 1
+        try:
+            yield self
+        finally:
+            self._readers -= 1
+            self._end_if_idle()
 
     async def is_sound(self, *, again: bool) -> bool:
         """Whether it may be served. A copy from before this process is verified first.
@@ -135,8 +128,14 @@ class RelayedFile:
         self._pulls.discard(task)
         if not task.cancelled() and self._failure is None:
             self._start_pulls()
-        if not self._pulls:
-            self._on_idle(self)
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        """Give its cache entry back, which may be evicted from then on."""
+        if not (self._readers or self._pulls or self._has_ended):
+            self._has_ended = True
+            self._cache.leave(self._held)
+            self._on_end(self)
 
     async def _prove(self) -> None:
         handle, size = self._held.handle, self._held.size_bytes
@@ -159,6 +158,7 @@ class RelayedFile:
         """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
+            self._on_end(self)
             # A copy on a failing disk is never served again.
             with suppress(OSError):
                 self._cache.drop(self._held, reason="broken")

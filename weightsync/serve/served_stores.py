@@ -5,11 +5,11 @@ loop and read in threads.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -25,6 +25,7 @@ _TURN_S = 2.0
 Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
 """`known`, seconds to wait; see `StoreSource.latest`."""
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _THREADS = 16
 _WAITS = 64
 """Stores whose next LATEST is waited for at a time; more take turns. No read waits for them."""
@@ -59,6 +60,27 @@ class LatestWatch:
             if done and (found == known or self._turn.exception() is None):
                 found = self._turn.result()
         return found
+
+
+class SharedRequests(Generic[K, T]):
+    """Callers that request the same at the same time share one answer."""
+
+    def __init__(self) -> None:
+        self._open: dict[K, asyncio.Task[T]] = {}
+
+    async def answer(self, key: K, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The answer of `ask`, called unless a request for `key` is open. Raises its errors."""
+        if key not in self._open:
+            self._open[key] = asyncio.create_task(ask())
+            self._open[key].add_done_callback(lambda asking: self._ended(key, asking))
+        # A caller that leaves does not end it for the others.
+        return await asyncio.shield(self._open[key])
+
+    def _ended(self, key: K, asking: "asyncio.Task[T]") -> None:
+        del self._open[key]
+        # All callers may have left by the time it fails.
+        if not asking.cancelled():
+            asking.exception()
 
 
 class ServedFile(Protocol):
@@ -140,7 +162,7 @@ class SourceStores:
             if self._composed is None or ref is None or ref.kind is not Kind.SKIP:
                 raise
             file = await self._composed.file(store, source, ref, name, doubted=doubted)
-            yield OpenFile(file.size_bytes, lambda span: file.content.read(span).tobytes(), self)
+            yield OpenFile(file.size_bytes, lambda span: file.read(span).tobytes(), self)
         else:
             yield OpenFile(
                 size, lambda span: source.bytes_at(path, span.start, span.size_bytes), self

@@ -1,14 +1,15 @@
-"""The HTTP server of stores: files by ranges, LATEST as it changes."""
+"""The HTTP server of stores: files by ranges, LATEST as it changes, with small versions as news."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import TenantId, checked_name
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
@@ -25,15 +26,18 @@ from weightsync.layout.names import (
     LATEST_FILE,
     MAX_INDEX_BYTES,
     MAX_LATEST_BYTES,
+    READY_FILE,
     Kind,
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
-from weightsync.serve.news import SharedNews
-from weightsync.serve.served_stores import ServedFile, ServedStores
+from weightsync.serve.published import published_files
+from weightsync.serve.served_stores import ServedFile, ServedStores, SharedRequests
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import (
+    MAX_NEWS_BYTES,
     NEWS_TYPE,
+    News,
     StoreList,
     StoreVersions,
     index_etag,
@@ -46,6 +50,10 @@ _HEAD_PIECE_BYTES = 256 << 10
 _BURST_S = 0.25
 """Burst after a pause, in seconds of the rate: a few socket buffers."""
 _STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503, web.HTTPException: None}
+_NEWS_WITHIN_S = 5.0
+"""A relay's upstream may be silent: LATEST is answered without files then."""
+_NEWS_TABLE_BYTES = 8 << 20
+"""Bound on an unpacked index: some 28,000 slices. It may have been packed a thousandfold."""
 _OPEN = Tenants()
 _CONNECTIONS = 1 << 14
 """Some thousand engines have a few each; descriptors beyond belong to files."""
@@ -111,7 +119,7 @@ class WeightServer:
         metrics: TransferMetrics | None = None,
     ) -> None:
         self._served = served
-        self._news = SharedNews(served)
+        self._news = SharedRequests[tuple[str, bytes], bytes | None]()
         self._tenants = tenants
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
@@ -164,7 +172,10 @@ class WeightServer:
             return web.Response(status=304, headers=headers)
         if request.method == "GET" and NEWS_TYPE in request.headers.get("Accept", ""):
             with suppress(Pressure), self._transfer(request[TENANT]):
-                if (news := await self._news.of(store, raw)) is not None:
+                news = await self._news.answer(
+                    (store, raw), lambda: news_of(self._served, store, raw)
+                )
+                if news is not None:
                     # Kept by no cache: the entity tag is that of the plain answer.
                     once = {"Cache-Control": "no-store", "Vary": "Accept"}
                     response = web.StreamResponse(headers=once)
@@ -290,6 +301,45 @@ class WeightServer:
     @Route("GET /healthz", "Transfers under way", kinds=(TEXT,), callers=Callers.ANYONE)
     async def _healthz(self) -> web.Response:
         return web.Response(text=f"{self._active.held} transfers\n")
+
+
+async def news_of(served: ServedStores, store: str, latest: bytes) -> bytes | None:
+    """A `News`; None where its files are too many bytes or cannot be read now."""
+    directory = latest.decode(errors="replace").strip()
+    if named_ref(directory) is None:
+        return None
+    try:
+        async with asyncio.timeout(_NEWS_WITHIN_S):
+            files = await _news_files(served, store, directory)
+            found, composes = await served.directories(store), await served.composes(store)
+    except (OSError, RoseMuxError):
+        return None
+    versions = StoreVersions(directories=found, composes=composes)
+    return msgspec.msgpack.encode(News(latest, versions, files))
+
+
+async def _news_files(served: ServedStores, store: str, directory: str) -> dict[str, bytes]:
+    """The version's files by path; raises Exhausted if they are too large."""
+    files: dict[str, bytes] = {}
+    names, left_bytes = [INDEX_FILE], MAX_NEWS_BYTES
+    for name in names:
+        path = f"{directory}/{checked_name(name, what='file')}"
+        async with served.open(store, path, doubted=False) as file:
+            left_bytes -= file.size_bytes
+            if left_bytes < 0:
+                raise Exhausted(f"{path} is too large")
+            span = ByteSpan(0, file.size_bytes)
+            file.expect(span)
+            files[path] = bytes(await file.read(span))
+        if name == INDEX_FILE:
+            # Outside the loop: it may be a large table when it is unpacked.
+            shards = await asyncio.to_thread(
+                published_files, files[path], table_limit_bytes=_NEWS_TABLE_BYTES
+            )
+            if sum(each.size_bytes or MAX_NEWS_BYTES for each in shards.values()) > left_bytes:
+                raise Exhausted(f"the shards of {directory} are too large")
+            names += [*shards, READY_FILE]
+    return files
 
 
 async def listen(

@@ -38,6 +38,7 @@ class AnyLayoutSource(StoreSource):
 
     def __init__(self, source: StoreSource, base: BaseCheckpoint | None = None) -> None:
         self._source = source
+        self.streams, self.range_bytes = source.streams, source.range_bytes
         self._base = base
         self._is_ours = False
         self._found: ForeignLayout | None = None
@@ -46,14 +47,6 @@ class AnyLayoutSource(StoreSource):
 
     def __str__(self) -> str:
         return str(self._source)
-
-    @property
-    def streams(self) -> int:
-        return self._source.streams
-
-    @property
-    def range_bytes(self) -> int:
-        return self._source.range_bytes
 
     def writer(self) -> str | None:
         layout = self._layout()

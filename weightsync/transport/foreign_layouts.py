@@ -34,10 +34,10 @@ class ForeignLayout:
     """The systems that write it, for messages."""
     below: str = ""
     """Directory of the versions, with its slash."""
-    named: re.Pattern[str]
-    directory: str
+    named: re.Pattern[str] = _WEIGHT
+    directory: str = "weight_v{:06d}"
     """Format of a version's directory."""
-    index: str
+    index: str = INDEX_FILE
     """File that completes a version."""
     pointer: str | None = None
     """File that says which version is in force; without it that is the newest complete one."""
@@ -95,17 +95,8 @@ def _from_manifest(raw: bytes, path: str) -> bytes:
     return msgspec.json.encode(index)
 
 
-SLIME = ForeignLayout(
-    writer="slime or miles", named=_WEIGHT, directory="weight_v{:06d}", index=INDEX_FILE
-)
-STITCH = ForeignLayout(
-    writer="stitch",
-    below=f"{UPDATES}/",
-    named=_WEIGHT,
-    directory="weight_v{:06d}",
-    index=INDEX_FILE,
-    pointer=POINTER,
-)
+SLIME = ForeignLayout(writer="slime or miles")
+STITCH = ForeignLayout(writer="stitch", below=f"{UPDATES}/", pointer=POINTER)
 SKYRL = ForeignLayout(
     writer="SkyRL",
     named=_DELTA,

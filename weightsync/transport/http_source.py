@@ -58,14 +58,15 @@ class HttpSource(StoreSource):
             raise ConfigError(f"{url}: use http(s)://HOST:PORT/stores/NAME")
         if address.username is not None:
             raise ConfigError("a URL with a user in it: give a token file instead")
-        self._access = access or Access()
+        self._access = access = access or Access()
+        self.streams, self.range_bytes = access.streams, access.range_bytes
+        self.announces = True
+        """Believed until the server answers a question for something newer too early."""
         self._url = address.geturl()
         self._path = address.path
         self._connections = Connections(address, self._access)
         self._clock = MonotonicClock()
         self._random = Random()
-        self._holds_back = True
-        self._composes = False
         self._lock = Lock()
         self._doubted: set[str] = set()
         self._remembered: dict[str, tuple[str, bytes]] = {}
@@ -78,32 +79,15 @@ class HttpSource(StoreSource):
     def __str__(self) -> str:
         return self._url
 
-    @property
-    def streams(self) -> int:
-        return self._access.streams
-
-    @property
-    def range_bytes(self) -> int:
-        return self._access.range_bytes
-
-    @property
-    def announces(self) -> bool:
-        """Believed until the server answers a question for something newer too early."""
-        return self._holds_back
-
     def stores(self) -> tuple[str, ...]:
         """Names of all stores of the server whose store list is at this URL."""
         return self._listed(StoreList).stores
-
-    @property
-    def composes(self) -> bool:
-        return self._composes
 
     def directories(self) -> frozenset[str]:
         return self._seen(self._listed(StoreVersions))
 
     def _seen(self, listing: StoreVersions) -> frozenset[str]:
-        self._composes = listing.composes
+        self.composes = listing.composes
         return frozenset(listing.directories)
 
     def newest(self, expected: bytes) -> tuple[bytes | None, frozenset[str]]:
@@ -135,7 +119,7 @@ class HttpSource(StoreSource):
             found = self._latest(known, left_s)
             if found != known or left_s == 0.0:
                 return found
-            self._holds_back = self._clock.now() - began_s >= min(_HELD_BACK_S, left_s / 2)
+            self.announces = self._clock.now() - began_s >= min(_HELD_BACK_S, left_s / 2)
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:

@@ -12,6 +12,7 @@ from weightsync.transport.directory import DirectorySource, local_path, readable
 from weightsync.transport.source import StoreSource
 
 _SCHEME = "://"
+_HTTP = ("http://", "https://")
 
 
 def source_at(
@@ -27,7 +28,7 @@ def source_at(
     if isinstance(location, Path) or _SCHEME not in location:
         return AnyLayoutSource(DirectorySource(local_path(location)), base)
     access = access or Access.from_environment()
-    if location.startswith(("http://", "https://")):
+    if location.startswith(_HTTP):
         from weightsync.transport.http_source import HttpSource
 
         return HttpSource(location, access)
@@ -51,20 +52,19 @@ class StoreRoot:
         base_checkpoint: Path | str | None = None,
     ) -> None:
         self._base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
+        self._access = access
         if isinstance(location, str):
             # fsspec would follow links out of a store.
             location = location.removeprefix("file://")
             location = location.rstrip("/") or location[:1]
-        self._access = access
-        self._is_http = str(location).startswith(("http://", "https://"))
-        self._is_local = isinstance(location, Path) or _SCHEME not in location
-        self._location = local_path(location) if self._is_local else location
-        if not self._is_local:
+        if isinstance(location, str) and _SCHEME in location:
+            self._location: Path | str = location
             # A URL that is none would be refused at each request, as an unknown store.
-            source_at(self._location, access).close()
+            source_at(location, access).close()
             return
-        with readable(Path(self._location)):
-            if not Path(self._location).is_dir():
+        self._location = root = local_path(location)
+        with readable(root):
+            if not root.is_dir():
                 raise ConfigError(f"{location} is no directory: give the one that holds the stores")
 
     def __str__(self) -> str:
@@ -72,15 +72,15 @@ class StoreRoot:
 
     def names(self) -> tuple[str, ...]:
         """Names of the existing stores."""
-        if self._is_http:
+        if isinstance(self._location, Path):
+            with readable(self._location):
+                found = [path.name for path in self._location.iterdir() if path.is_dir()]
+        elif self._location.startswith(_HTTP):
             from weightsync.transport.http_source import HttpSource
 
             access = self._access or Access.from_environment()
             with closing(HttpSource(f"{self._location}/stores", access)) as server:
                 return server.stores()
-        if self._is_local:
-            with readable(Path(self._location)):
-                found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
         else:
             found = list(source_at(self._location, self._access).directories())
         return tuple(sorted(name for name in found if is_name(name)))
@@ -89,12 +89,8 @@ class StoreRoot:
         """A source for the named store, in whose directory no link leads out of it: its writer is
         another user than its readers. Raises ConfigError if it evidently does not exist."""
         checked_name(name, what="store")
-        if self._is_local:
-            source = DirectorySource(Path(self._location) / name, links_out=False)
+        if isinstance(self._location, Path):
+            source = DirectorySource(self._location / name, links_out=False)
             return AnyLayoutSource(source, self._base)
-        between = "/stores/" if self._is_http else "/"
-        return source_at(
-            f"{self._location}{between}{name}",
-            self._access,
-            base=self._base,
-        )
+        between = "/stores/" if self._location.startswith(_HTTP) else "/"
+        return source_at(f"{self._location}{between}{name}", self._access, base=self._base)

@@ -31,23 +31,14 @@ class StoreSource(Protocol):
     the user must act (no right to read, an untrusted certificate).
     """
 
-    @property
-    def streams(self) -> int:
-        """Number of ranges worth reading in parallel."""
-
-    @property
-    def range_bytes(self) -> int:
-        """Bytes worth requesting at once."""
-
-    @property
-    def announces(self) -> bool:
-        """Whether a waiting `latest` is notified of a change instead of polling."""
-        return False
-
-    @property
-    def composes(self) -> bool:
-        """Whether its server composes skip deltas, by its last listing."""
-        return False
+    streams: int
+    """Number of ranges worth reading in parallel."""
+    range_bytes: int
+    """Bytes worth requesting at once."""
+    announces: bool = False
+    """Whether a waiting `latest` is notified of a change instead of polling."""
+    composes: bool = False
+    """Whether its server composes skip deltas, by its last listing."""
 
     def directories(self) -> frozenset[str]:
         """Names in the store."""

@@ -26,7 +26,7 @@ from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, READY_FILE, Version
 from weightsync.publish.composing import composed_files
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
-from weightsync.reading.spool import SpooledFile
+from weightsync.reading.spool import MemoryStaging, StagedFile
 from weightsync.receive.held_parts import Selection
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -96,7 +96,7 @@ def _delta_bytes(url: str, first: int) -> list[int]:
 
 
 def test_a_delta_that_the_store_has_is_not_composed(root: Path) -> None:
-    def refused(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, SpooledFile]:
+    def refused(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, StagedFile]:
         raise AssertionError(ref)
 
     with served(root, compose=refused) as server:
@@ -115,16 +115,14 @@ def test_without_a_composing_server_a_receiver_takes_what_the_store_has(
         assert _steps(f"{relay}/stores/job-a", 3) == stored, "readers of a relay share its files"
 
 
-def _broken(source: StoreSource, ref: VersionRef, until: threading.Event) -> dict[str, SpooledFile]:
+def _broken(source: StoreSource, ref: VersionRef, until: threading.Event) -> dict[str, StagedFile]:
     files = dict(composed_files(source, ref, until))
     shard = next(file for name, file in files.items() if name.endswith(".safetensors"))
-    shard.content.write(shard.size_bytes - 1, np.zeros(1, dtype=np.uint8) + 77)
+    shard.write(shard.size_bytes - 1, np.zeros(1, dtype=np.uint8) + 77)
     return files
 
 
-def _failing(
-    source: StoreSource, ref: VersionRef, until: threading.Event
-) -> dict[str, SpooledFile]:
+def _failing(source: StoreSource, ref: VersionRef, until: threading.Event) -> dict[str, StagedFile]:
     raise Corrupt("a delta of the chain")
 
 
@@ -143,7 +141,7 @@ def test_one_that_takes_long_is_not_waited_for_and_is_there_for_the_next_reader(
 
     def slow(
         source: StoreSource, ref: VersionRef, until: threading.Event
-    ) -> Mapping[str, SpooledFile]:
+    ) -> Mapping[str, StagedFile]:
         assert goes_on.wait(60)
         return composed_files(source, ref, until)
 
@@ -159,7 +157,7 @@ def test_one_that_takes_long_is_not_waited_for_and_is_there_for_the_next_reader(
 def test_a_receiver_waits_for_one_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, asked = threading.Event(), []
 
-    def slow(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, SpooledFile]:
+    def slow(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, StagedFile]:
         goes_on.wait(60)
         raise Corrupt(str(ref))
 
@@ -183,7 +181,7 @@ def test_a_reader_that_waits_for_one_takes_no_place_of_a_transfer(root: Path) ->
 
     def slow(
         source: StoreSource, ref: VersionRef, until: threading.Event
-    ) -> Mapping[str, SpooledFile]:
+    ) -> Mapping[str, StagedFile]:
         begun.set()
         goes_on.wait(60)
         return composed_files(source, ref, until)
@@ -230,7 +228,7 @@ def test_a_store_whose_deltas_do_not_add_up_is_found_to_have_none(tmp_path: Path
 def test_one_that_failed_is_not_composed_again_for_a_while(root: Path) -> None:
     asked: list[VersionRef] = []
 
-    def failing(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, SpooledFile]:
+    def failing(_: StoreSource, ref: VersionRef, __: threading.Event) -> Mapping[str, StagedFile]:
         asked.append(ref)
         raise Corrupt("a delta of the chain")
 
@@ -297,7 +295,7 @@ async def _asked(kept_bytes: int, bases: tuple[int, ...], root: Path) -> list[in
 
     def counted(
         source: StoreSource, ref: VersionRef, until: threading.Event
-    ) -> Mapping[str, SpooledFile]:
+    ) -> Mapping[str, StagedFile]:
         made.append(ref.base or 0)
         return composed_files(source, ref, until)
 
@@ -321,7 +319,7 @@ def test_many_that_are_asked_for_at_once_are_refused(root: Path) -> None:
 
     def slow(
         source: StoreSource, ref: VersionRef, until: threading.Event
-    ) -> Mapping[str, SpooledFile]:
+    ) -> Mapping[str, StagedFile]:
         goes_on.wait(60)
         return composed_files(source, ref, until)
 
@@ -343,6 +341,6 @@ def test_many_that_are_asked_for_at_once_are_refused(root: Path) -> None:
         return found
 
     found = asyncio.run(asked())
-    assert isinstance(found.pop(), SpooledFile), "another store has a share of its own"
-    assert sum(isinstance(each, SpooledFile) for each in found) == 4
+    assert isinstance(found.pop(), MemoryStaging), "another store has a share of its own"
+    assert sum(isinstance(each, MemoryStaging) for each in found) == 4
     assert sum(isinstance(each, FileNotFoundError) for each in found) == 2

@@ -25,7 +25,7 @@ from weightsync.layout.tables import packed_table
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.serve import news
+from weightsync.serve import server as serving
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.served_stores import ServedFile, SourceStores
 from weightsync.serve.server import WeightServer
@@ -110,7 +110,7 @@ def test_latest_is_asked_for_each_time(following: Following) -> None:
 def test_a_version_beyond_the_bound_is_read_by_ranges(
     following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "MAX_NEWS_BYTES", 100)
+    monkeypatch.setattr(serving, "MAX_NEWS_BYTES", 100)
     following.publisher.publish(_state(2))
     following.take(TWO)
     assert f"GET /stores/job-a/weight_v000002/{SHARD}" in following.requests
@@ -120,7 +120,7 @@ def test_wrong_bytes_in_the_news_are_asked_for_again(following: Following) -> No
     following.publisher.publish(_state(2))
     shard = following.files / "weight_v000002" / SHARD
     raw = shard.read_bytes()
-    source = following.receiver._store._source
+    source = following.receiver._store.source
     assert isinstance(source, HttpSource)
     assert following.receiver.newer(WeightVersion(1), wait_s=10.0) == TWO
     path = f"weight_v000002/{SHARD}"
@@ -140,7 +140,7 @@ def test_a_version_that_is_not_ready_is_no_news(tmp_path: Path) -> None:
         async def read() -> bytes | None:
             served = SourceStores(StoreRoot(tmp_path))
             try:
-                return await news.news_of(served, "job-a", latest)
+                return await serving.news_of(served, "job-a", latest)
             finally:
                 await served.close()
 
@@ -188,10 +188,10 @@ class Failing(SourceStores):
 async def test_files_that_cannot_be_read_hold_no_news_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    monkeypatch.setattr(news, "_WITHIN_S", 0.05)
+    monkeypatch.setattr(serving, "_NEWS_WITHIN_S", 0.05)
     failing = Failing(StoreRoot(tmp_path))
     failing.silent = silent
-    assert await news.news_of(failing, "job-a", b"weight_v000001\n") is None
+    assert await serving.news_of(failing, "job-a", b"weight_v000001\n") is None
     await failing.close()
 
 
@@ -256,7 +256,7 @@ def test_news_that_were_cut_are_not_asked_for_again() -> None:
 
 def test_unread_news_are_dropped(following: Following) -> None:
     following.publisher.publish(_state(2))
-    source = following.receiver._store._source
+    source = following.receiver._store.source
     assert isinstance(source, HttpSource)
     assert following.receiver.newer(WeightVersion(1), wait_s=10.0) == TWO
     assert source._news.files

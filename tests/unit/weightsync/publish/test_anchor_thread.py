@@ -17,7 +17,7 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import write_durably
 from weightsync.publish.directory_writer import WritableDirectory
-from weightsync.publish.object_draft import ObjectDraft
+from weightsync.publish.object_writer import ObjectDraft
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget

@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.elements.bits import Bits
+from weightsync.elements.bits import Bits, TensorSpec
 from weightsync.publish.settings import WorkSettings
-from weightsync.publish.share import Compared, StateComparison
+from weightsync.publish.share import Compared, compared
+from weightsync.publish.trainer_state import Piece
 
 MIB = 1 << 20
 
@@ -34,19 +35,22 @@ def _compared(entry: str, bits: Bits) -> Compared:
 def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
     """(entries in order of output, most bytes held at a time, the pool)."""
     pool = _Counting()
-    comparison = StateComparison(
-        _compared, pool, WorkSettings(threads=2, in_flight_bytes=in_flight_bytes)
-    )
     came: list[str] = []
     held = most = 0
-    for number, size in enumerate(sizes):
-        for done in comparison.make_room(size):
-            came.append(done[0])
-            held -= sizes[int(done[0])]
-        comparison.add(str(number), np.empty(size, dtype=np.uint8))
-        held += size
-        most = max(most, held)
-    came += [done[0] for done in comparison.finish()]
+
+    class _Held(Piece):
+        def bits(self, *, own: bool) -> Bits:
+            nonlocal held, most
+            assert own
+            held += self.spec.size_bytes
+            most = max(most, held)
+            return np.empty(self.spec.size_bytes, dtype=np.uint8)
+
+    pieces = (_Held(str(i), TensorSpec("U8", (n,)), None, None) for i, n in enumerate(sizes))
+    work = WorkSettings(threads=2, in_flight_bytes=in_flight_bytes)
+    for entry, _ in compared(pieces, _compared, pool, work, own=True):
+        came.append(entry)
+        held -= sizes[int(entry)]
     return came, most, pool
 
 

@@ -122,7 +122,7 @@ def test_an_object_store_holds_what_a_directory_holds(
 def test_a_large_full_version_is_several_files_at_once(
     bucket: Bucket, states: tuple[State, ...], same: Same, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.publish.object_draft.ObjectDraft.full_file_bytes", 2000)
+    monkeypatch.setattr("weightsync.publish.object_writer.ObjectDraft.full_file_bytes", 2000)
     with publisher() as publishing:
         publishing.publish(states[0])
     shards = [path for path in bucket.objects if path.endswith(".safetensors")]

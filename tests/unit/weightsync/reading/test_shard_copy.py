@@ -35,7 +35,6 @@ def test_parts_of_a_read_that_failed_are_read_again(
     copy = ShardCopy(
         source,
         "shard",
-        DATA.size,
         record,
         Spool(MemoryBudget(1 << 30), tmp_path).stage(DATA.size),
         piece_bytes=MIN_CHUNK_BYTES,
