@@ -14,27 +14,56 @@ someone who chooses the bits.
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.elements.bits import Bits
+from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
+from weightsync.elements.kernels import unzigzag
+from weightsync.elements.lanes import prefetch, width_of
+from weightsync.elements.scan import GAP_ESCAPE
 
 MODULUS = 1 << 64
 UNIT_BYTES = 2
 _NONE = np.uint64(0)
+_ONE = np.uint64(1)
+_UNIT_MASK = np.uint64(0xFFFF)
 _UNIT_BITS = np.uint64(16)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _R30, _R27, _R31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_AHEAD_CHANGES = 48
+"""Changes whose old elements are fetched ahead: each lies in a cache line of its own."""
 _LOOKED_AT = 16
 """Units that are compared at a time: most are equal."""
 
 Dims = npt.NDArray[np.uint64]
-"""A row (stride, first, count, stride in the box) per dimension, in units; the last stride is 1."""
+"""A row (stride, first, count, stride in the box) per dimension; the last stride is 1."""
 
 
-def units_of(bits: Bits) -> Bits:
-    """The tensor's bits as units, which share its memory."""
+def bits_sum(bits: Bits, dims: Dims) -> int:
+    """The sum of a box with these bits; `dims`: its place, in elements."""
+    if not bits.size:
+        return 0
+    return int(units_sum(_units(bits), _unit_dims(dims, bits.itemsize)))
+
+
+def bits_change(old: Bits, new: Bits, dims: Dims) -> int:
+    """What is added to the sum of a box when its `old` bits become `new`."""
+    if not old.size:
+        return 0
+    return int(units_change(_units(old), _units(new), _unit_dims(dims, old.itemsize)))
+
+
+def _units(bits: Bits) -> Bits:
+    """The same memory as units."""
     return bits if bits.itemsize < UNIT_BYTES else bits.view(np.uint16)
+
+
+def _unit_dims(dims: Dims, width_bytes: int) -> Dims:
+    units = np.uint64(max(1, width_bytes // UNIT_BYTES))
+    scaled = dims.copy()
+    scaled[-1, 1:3] *= units
+    scaled[:-1, 0] *= units
+    return scaled
 
 
 @inlined
@@ -42,7 +71,7 @@ def _word(place: np.uint64, unit: np.uint64) -> np.uint64:
     state = ((place << _UNIT_BITS) | unit) * _STEP
     state = (state ^ (state >> _R30)) * _FIRST
     state = (state ^ (state >> _R27)) * _SECOND
-    return state ^ (state >> _R31)
+    return np.uint64(state ^ (state >> _R31))
 
 
 @inlined
@@ -59,7 +88,7 @@ def _run_start(dims: Dims, run: np.uint64) -> np.uint64:
 
 @compiled
 def units_sum(units: Bits, dims: Dims) -> np.uint64:
-    """The sum of a box, which has at least one unit."""
+    """The sum of a box, which has at least one unit; `dims` in units."""
     total = _NONE
     length = np.int64(dims[dims.shape[0] - 1, 2])
     for run in range(units.size // length):
@@ -71,7 +100,7 @@ def units_sum(units: Bits, dims: Dims) -> np.uint64:
 
 @compiled
 def units_change(old: Bits, new: Bits, dims: Dims) -> np.uint64:
-    """What is to be added to the sum of a box with the bits `old`, when they become `new`."""
+    """`bits_change` of units; `dims` in units."""
     total = _NONE
     length = np.int64(dims[dims.shape[0] - 1, 2])
     for run in range(old.size // length):
@@ -90,4 +119,74 @@ def units_change(old: Bits, new: Bits, dims: Dims) -> np.uint64:
         for i in range(whole, length):
             place, at = start + np.uint64(i), first + i
             total += _word(place, np.uint64(new[at])) - _word(place, np.uint64(old[at]))
+    return total
+
+
+@compiled
+def streams_change(
+    old: Bits,
+    gaps: Bytes,
+    signs: Bytes,
+    far_gaps: Bytes,
+    far_planes: npt.NDArray[np.uint8],
+    dims: Dims,
+) -> np.uint64:
+    """`bits_change` from the streams of a sparse delta (scan.py), in the time of its changes;
+    `dims` in elements."""
+    total, after, change = _NONE, _NONE, _NONE
+    # Places are those of the flat bits, shifted once for each run of neighbours.
+    stop, shift = _NONE, _NONE
+    ahead = _NONE
+    for i in range(min(_AHEAD_CHANGES, gaps.size)):
+        ahead += np.uint64(gaps[i]) + np.uint64(gaps[i] != GAP_ESCAPE)
+    for i in range(gaps.size):
+        if i + _AHEAD_CHANGES < gaps.size:
+            prefetch(old, np.int64(ahead))
+            gap = gaps[i + _AHEAD_CHANGES]
+            ahead += np.uint64(gap) + np.uint64(gap != GAP_ESCAPE)
+        after += np.uint64(gaps[i])
+        if gaps[i] != GAP_ESCAPE:
+            if after >= stop:
+                stop, shift = _run_of(after, dims)
+            minus = (np.uint64(signs[change >> np.uint64(3)]) >> (change & np.uint64(7))) & _ONE
+            total += _moved(old, after, _ONE - (minus << _ONE), after + shift)
+            change += _ONE
+            after += _ONE
+    after, change, stop = _NONE, _NONE, _NONE
+    for i in range(far_gaps.size):
+        after += np.uint64(far_gaps[i])
+        if far_gaps[i] != GAP_ESCAPE:
+            if after >= stop:
+                stop, shift = _run_of(after, dims)
+            code = _NONE
+            for plane in range(width_of(old)):
+                code |= np.uint64(far_planes[plane, change]) << np.uint64(8 * plane)
+            total += _moved(old, after, unzigzag(code), after + shift)
+            change += _ONE
+            after += _ONE
+    return total
+
+
+@compiled
+def _run_of(at: np.uint64, dims: Dims) -> tuple[np.uint64, np.uint64]:
+    """The end of the run with a flat position, and what the places in it are more than positions,
+    modulo 2 to the 64th."""
+    length = dims[dims.shape[0] - 1, 2]
+    run = at // length
+    return (run + _ONE) * length, _run_start(dims, run) - run * length
+
+
+@inlined
+def _moved(old: Bits, at: np.uint64, difference: np.uint64, place: np.uint64) -> np.uint64:
+    """What one element adds that moves by a difference."""
+    width = width_of(old)
+    before = np.uint64(old[at])
+    after = (before + difference) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width))
+    if width <= UNIT_BYTES:
+        return _word(place, after) - _word(place, before)
+    total, units = _NONE, np.uint64(width // UNIT_BYTES)
+    for unit in range(width // UNIT_BYTES):
+        shift, at_unit = _UNIT_BITS * np.uint64(unit), place * units + np.uint64(unit)
+        total += _word(at_unit, (after >> shift) & _UNIT_MASK)
+        total -= _word(at_unit, (before >> shift) & _UNIT_MASK)
     return total

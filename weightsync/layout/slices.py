@@ -55,6 +55,10 @@ class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.ascontiguousarray(self.box(whole)).reshape(-1)
 
 
+def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
+    return SliceRecord(name, spec.shape, (0,) * len(spec.shape), spec.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class SlicedDelta:
     """The delta of one slice, applied to the whole tensor."""

@@ -3,6 +3,9 @@
     stage   in the background, while the engine runs: pulled, decoded, tried on copies
     load    between two steps: written in place, packed forms swapped, the result hashed
 
+Between the two, ranks of one engine are compared with what the trainer published, by their `sums`
+(rank_sums.py); `judge` takes the verdict.
+
 Decides whether a preparation and a loader map are still valid; the receiver decides what is read
 and whether a state is the published one. Independent of vLLM's wire format.
 """
@@ -17,6 +20,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, difference
 from weightsync.reading.memory_budget import STAGING_BYTES
+from weightsync.receive.rank_sums import RankSums, Verdict, published_sums, rank_sums
 from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
@@ -123,6 +127,13 @@ class EngineWeights:
         """Whether a failed update, or a sleep that keeps no weights, may have left others than the
         engine's first ones."""
         self._mended = 0
+        self._offered: tuple[tuple[str, WeightVersion], _Prepared] | None = None
+        """The preparation whose sums were given, until it is loaded or refused."""
+        self._verdict: Verdict | None = None
+        self._fault: Exception | None = None
+        self._sums_refused = 0
+        self._sums_verified, self._sums_unseen = 0, 0
+        """Cut tensors of the loaded version."""
         self._clock = MonotonicClock()
 
     @property
@@ -147,9 +158,7 @@ class EngineWeights:
                 f"{request.store} holds whole models, or this engine takes no adapters: give "
                 "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
             )
-        prepared = self._stager.take(request.key, self._preparing(request))
-        if prepared.base != self._base_for(request.store):
-            prepared = self._stager.take(request.key, self._preparing(request))
+        prepared, verdict = self._taken(request)
         staged = prepared.staged
         request.check(staged.expected.state_hash)
         self._loaded, self._in_doubt = None, True
@@ -160,11 +169,77 @@ class EngineWeights:
             staged = staged.narrowed(target.selection)
         self._forms = prepared.trial.forms
         self._retired.append(prepared)
-        applied = self._settled(self._receiver(request.store), staged, prepared.trial, target)
+        receiver = self._receiver(request.store)
+        applied = self._settled(receiver, staged, prepared.trial, target, verdict)
+        self._note_sums(staged, prepared, verdict)
         self._mended += prepared.mends
         self._base = _Base(target, applied.version)
         self._loaded, self._in_doubt = (request.store, applied), False
         return applied
+
+    def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
+        """The sums of this rank's parts of a version, which is prepared first, and is then what
+        `load` loads. `anew`: from a full checkpoint, after a verdict against the deltas.
+
+        Empty before the first update, whose full version is compared with the published digests.
+        """
+        self._verdict = self._fault = self._offered = None
+        if request.adapter is not None:
+            # `load` says why not.
+            return RankSums()
+        try:
+            prepared = self._prepared_now(request, anew=anew)
+        except Exception as error:
+            self._fault = error
+            return RankSums(fault=f"{type(error).__name__}: {error}")
+        self._offered = request.key, prepared
+        staged = prepared.staged
+        if prepared.base.target is None:
+            return RankSums()
+        boxes = {name: staged.parts.boxes[name] for name in staged.parts.partial}
+        published = published_sums(staged.parts.slicing, staged.sums)
+        return rank_sums(boxes, prepared.trial.sums, published)
+
+    def judge(self, verdict: Verdict) -> None:
+        """Take the verdict on what all ranks have prepared: after one against it, the next `load`
+        raises and changes nothing."""
+        self._verdict = verdict
+
+    def _prepared_now(self, request: RequestedVersion, *, anew: bool) -> _Prepared:
+        if anew:
+            receiver, base = self._receiver(request.store), self._base_for(request.store)
+            return self._stager.take(
+                (*request.key, anew), lambda: self._full(receiver, base, request)
+            )
+        prepared = self._stager.take(request.key, self._preparing(request))
+        if prepared.base != self._base_for(request.store):
+            prepared = self._stager.take(request.key, self._preparing(request))
+        return prepared
+
+    def _taken(self, request: RequestedVersion) -> tuple[_Prepared, Verdict | None]:
+        """The preparation to load, and the verdict on it; raises if it is refused."""
+        offered, verdict, fault = self._offered, self._verdict, self._fault
+        self._offered = self._verdict = self._fault = None
+        if verdict is not None and (verdict.wrong or verdict.fault):
+            self._receiver(request.store).forget()
+            if fault is not None:
+                raise fault
+            self._sums_refused += bool(verdict.wrong)
+            raise Corrupt(f"version {request.version}: {verdict.refusal}")
+        is_judged = offered is not None and offered[0] == request.key and verdict is not None
+        if offered and is_judged and offered[1].base == self._base_for(request.store):
+            return offered[1], verdict
+        return self._prepared_now(request, anew=False), None
+
+    def _note_sums(self, staged: Staged, prepared: _Prepared, verdict: Verdict | None) -> None:
+        cut = len({staged.parts.boxes[name].tensor for name in staged.parts.partial})
+        if verdict is not None and prepared.base.target is not None:
+            self._sums_verified, self._sums_unseen = verdict.verified, verdict.unseen
+        elif prepared.base.target is None and staged.full is not None:
+            # Read whole, and compared with the published digests before this rank cut it.
+            self._sums_verified, self._sums_unseen = cut, 0
+        else:
+            self._sums_verified, self._sums_unseen = 0, cut
 
     def paced_by(self, pace: Pace) -> None:
         """Make every later piece of work ask `pace`."""
@@ -174,6 +249,7 @@ class EngineWeights:
         """Wait for background work and drop the staged version, and with vLLM's level 2, which
         keeps no weights, the loaded one: the next update is a full one."""
         self._stager.clear()
+        self._offered = None
         if level > KEEPING_LEVEL:
             self._loaded, self._in_doubt = None, True
 
@@ -190,7 +266,14 @@ class EngineWeights:
         store, applied = self._loaded
         in_place = isinstance(self._base.target, LoaderMap)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
-        return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
+        report = {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
+        if isinstance(self._base.target, RankMap):
+            report["sums"] = {
+                "verified": self._sums_verified,
+                "unseen": self._sums_unseen,
+                "refused": self._sums_refused,
+            }
+        return report
 
     def close(self) -> None:
         """Free the preparations; a later update starts over."""
@@ -226,8 +309,15 @@ class EngineWeights:
             return self._on_trial(base, target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
-            staged = self._staged(receiver, None, request, target, None)
-            return replace(self._on_trial(base, target, staged), mends=True)
+            return self._full(receiver, base, request)
+
+    def _full(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
+        """The version prepared without the deltas from the loaded one, after they have failed."""
+        target = base.target
+        staged = self._staged(receiver, None, request, target, None)
+        if target is None:
+            return _Prepared(base=base, staged=staged)
+        return replace(self._on_trial(base, target, staged), mends=True)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
         """Raises Corrupt if the version does not lead to the published state, and Unsupported for
@@ -266,8 +356,16 @@ class EngineWeights:
             target.check_unplaced(staged.parts, staged.table)
         return staged
 
-    def _settled(self, receiver: Receiver, staged: Staged, trial: Trial, target: Target) -> Applied:
-        """Raises the errors of the attempt from a full checkpoint; the state is then in doubt."""
+    def _settled(
+        self,
+        receiver: Receiver,
+        staged: Staged,
+        trial: Trial,
+        target: Target,
+        verdict: Verdict | None,
+    ) -> Applied:
+        """Raises the errors of the attempt from a full checkpoint, and Corrupt if it leads to other
+        parts than those that were verified; the state is then in doubt."""
         mends = False
         if isinstance(target, LoaderMap) and is_provable(staged):
             try:
@@ -281,9 +379,13 @@ class EngineWeights:
                 mends = True
                 staged = receiver.prepare(None, staged.plan.target)
             else:
-                receiver.wrote(staged, trial.digests)
+                receiver.wrote(staged, trial.digests, trial.sums)
                 return applied
         applied = receiver.settle(staged, target)
+        if mends and verdict is not None:
+            for name, digest in receiver.written_parts.items():
+                if trial.digests.get(name) != digest:
+                    raise Corrupt(f"{name} of a full checkpoint is not what its deltas led to")
         self._mended += mends
         return applied
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits
-from weightsync.layout.box_sums import added_up, box_sum, changed_box_sum
+from weightsync.encoding.codec import encode, encode_streams
+from weightsync.layout.box_sums import added_up, box_sum, changed_box_sum, run_dims
 from weightsync.layout.slices import SliceRecord
 
 _MASK = (1 << 64) - 1
@@ -46,7 +47,7 @@ def divided(draw: st.DrawFn) -> tuple[Bits, tuple[int, ...], list[SliceRecord]]:
             boxes = [
                 (
                     tuple(o if d == dim else n for d, n in enumerate(offsets)),
-                    lengths[:dim] + (c,) + lengths[dim + 1 :],
+                    (*lengths[:dim], c, *lengths[dim + 1 :]),
                 )
                 for offsets, lengths in boxes
                 for o, c in ((0, at), (at, size - at))
@@ -76,6 +77,39 @@ def test_a_change_is_known_from_what_differs(
         found = changed_box_sum(box_sum(before, box), before, after, box)
         assert found == box_sum(after, box)
         assert (found == box_sum(before, box)) == bool((before == after).all())
+
+
+@given(divided(), st.floats(0, 1), st.booleans())
+def test_an_encoded_change_knows_what_it_adds(
+    case: tuple[Bits, tuple[int, ...], list[SliceRecord]], share: float, is_small: bool
+) -> None:
+    """By one unit and by more, in payloads of every layout, of a slice as of a whole tensor."""
+    old, _, boxes = case
+    random = np.random.default_rng(old.size)
+    moves = random.integers(1, 4, old.size).astype(old.dtype) * (random.random(old.size) < share)
+    new = old + moves.astype(old.dtype)
+    for box in boxes:
+        before, after = box.read(old), box.read(new)
+        encoded = (encode if is_small else encode_streams)(before, after, run_dims(box))
+        assert (encoded is None) == bool((before == after).all())
+        if encoded is not None:
+            assert encoded.sum_change is not None
+            found = added_up((box_sum(before, box), encoded.sum_change))
+            assert found == box_sum(after, box)
+
+
+@pytest.mark.parametrize("changed", [0.01, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_a_large_change_knows_what_it_adds(kind: type[np.unsignedinteger], changed: float) -> None:
+    random = np.random.default_rng(3)
+    old = random.integers(0, 250, 1 << 19).astype(kind)
+    moves = random.choice([1, 200], old.size).astype(kind)
+    new = np.where(random.random(old.size) < changed, old + moves, old)
+    box = SliceRecord("t", (512, 4096), (0, 1024), (512, 1024))
+    encoded = encode(old, new, run_dims(box))
+    assert encoded is not None
+    assert encoded.sum_change is not None
+    assert added_up((box_sum(old, box), encoded.sum_change)) == box_sum(new, box)
 
 
 def test_a_difference_on_another_base_leads_to_another_sum() -> None:
@@ -109,4 +143,4 @@ def test_single_changes_look_random(lost_bits: int) -> None:
 
 def test_nothing_has_the_sum_of_nothing() -> None:
     assert box_sum(np.empty(0, np.uint16), whole((3, 0))) == 0
-    assert changed_box_sum(7, np.empty(0, np.uint8), np.empty(0, np.uint8), whole((0,))) == 0
+    assert changed_box_sum(0, np.empty(0, np.uint8), np.empty(0, np.uint8), whole((0,))) == 0
