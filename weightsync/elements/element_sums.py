@@ -8,7 +8,7 @@ would change the sum equally on any base.
 The word of a unit is splitmix64's output number `place * 2^16 + unit`. A unit is an element of one
 or two bytes, or two bytes of a wider one. If these words were random, the sums of two given states
 that differ would agree with a probability of 2^-64; see decision 54. It is no defence against
-someone who chooses the bits.
+bits that are chosen to meet.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ def bits_sum(bits: Bits, dims: Dims) -> int:
 
 
 def bits_change(old: Bits, new: Bits, dims: Dims) -> int:
-    """What is added to the sum of a box when its `old` bits become `new`."""
+    """Number to add to the sum of a box when its `old` bits become `new`."""
     if not old.size:
         return 0
     return int(units_change(_units(old), _units(new), _unit_dims(dims, old.itemsize)))
@@ -71,14 +71,15 @@ def _word(place: np.uint64, unit: np.uint64) -> np.uint64:
     state = ((place << _UNIT_BITS) | unit) * _STEP
     state = (state ^ (state >> _R30)) * _FIRST
     state = (state ^ (state >> _R27)) * _SECOND
-    return np.uint64(state ^ (state >> _R31))
+    return state ^ (state >> _R31)
 
 
 @inlined
 def _run_start(dims: Dims, run: np.uint64) -> np.uint64:
     """The place in the whole tensor where a box's run of neighbours begins."""
     last = dims.shape[0] - 1
-    start, rest = dims[last, 1], run
+    start: np.uint64 = dims[last, 1]
+    rest = run
     for back in range(1, dims.shape[0]):
         dim = last - back
         start += (dims[dim, 1] + rest % dims[dim, 2]) * dims[dim, 0]
@@ -169,7 +170,7 @@ def streams_change(
 
 @compiled
 def _run_of(at: np.uint64, dims: Dims) -> tuple[np.uint64, np.uint64]:
-    """The end of the run with a flat position, and what the places in it are more than positions,
+    """The end of the run with a flat position, and the distance of its places from positions,
     modulo 2 to the 64th."""
     length = dims[dims.shape[0] - 1, 2]
     run = at // length
@@ -178,7 +179,7 @@ def _run_of(at: np.uint64, dims: Dims) -> tuple[np.uint64, np.uint64]:
 
 @inlined
 def _moved(old: Bits, at: np.uint64, difference: np.uint64, place: np.uint64) -> np.uint64:
-    """What one element adds that moves by a difference."""
+    """Number to add when one element moves by a difference."""
     width = width_of(old)
     before = np.uint64(old[at])
     after = (before + difference) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width))

@@ -32,7 +32,7 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.elements.compiled import forget_cache, is_cached
-from weightsync.elements.element_sums import Dims, bits_change, streams_change
+from weightsync.elements.element_sums import Dims, bits_change, bits_sum, streams_change
 from weightsync.encoding.context import WIDTHS_BYTES as CONTEXT_WIDTHS_BYTES
 from weightsync.encoding.context import classes_payload
 from weightsync.encoding.delta import (
@@ -75,8 +75,8 @@ class Encoded:
     digest: str
     """xxh3-128 of the new bits."""
     sum_change: int | None = None
-    """What the change adds to the tensor's sum (element_sums.py), where its place was given. Made
-    of the compared bits and never of the payload, so that it shows a wrong one."""
+    """Number to add to the tensor's sum (element_sums.py), where its place was given; made of the
+    compared bits and never of the payload, so that it shows a wrong one."""
 
 
 MOST_CONTEXT_CHANGES = 1 << 21
@@ -287,6 +287,7 @@ def _warm_up(width_bytes: int) -> None:
     is_worth_groups(streams, old.size)
     dims = np.array([[1, 0, old.size, 1]], np.uint64)
     _sum_change(old, streams, dims)
+    bits_sum(old, dims)
     bits_change(old, new, dims)
     for payload in (
         _encode_streams(old, streams),

@@ -20,6 +20,7 @@ from weightsync.layout.slices import SliceRecord, Slicing, tiles
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Indices: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 Box: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Tensor, its shape, offsets and lengths."""
 _MAX_KNOWN = 256
@@ -32,20 +33,20 @@ class RankSums:
 
     boxes_id: str = ""
     boxes: tuple[Box, ...] | None = ()
-    """The boxes that are a part of a tensor, or one of several places of it; None where whoever
-    asked knows them by their id."""
+    """The boxes that are a part of a tensor, or one of several places of it; None where the
+    judge knows them by their id."""
     sums: Words = field(default_factory=lambda: np.empty(0, np.uint64))
-    """Of each box."""
+    """Sum of each box."""
     published: Words = field(default_factory=lambda: np.empty(0, np.uint64))
-    """Of the whole tensor of each box."""
-    is_published: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    """Published sum of the whole tensor of each box."""
+    is_published: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
     """Whether the store has a sum of each box's tensor; where not, both words are 0."""
     fault: str = ""
     """Why the rank cannot prepare the version; it then has no sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SumVerdict:
     wrong: tuple[str, ...] = ()
     """Tensors that differ from the published ones."""
     verified: int = 0
@@ -64,7 +65,7 @@ class Verdict:
         if not self.wrong:
             return ""
         more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
-        return f"{self.wrong[0]}{more} in this engine's ranks would not be the published one"
+        return f"{self.wrong[0]}{more} in this engine's ranks would not be the published state"
 
 
 def rank_sums(
@@ -107,17 +108,17 @@ class _Plan:
     tensors: tuple[str, ...]
     of: Indices
     """The tensor of each box."""
-    counted: npt.NDArray[np.bool_]
+    counted: Flags
     """Boxes that are added up: those that divide their tensor, each once."""
     same_as: Indices
     """The first box with the same place."""
-    is_whole: npt.NDArray[np.bool_]
-    is_divided: npt.NDArray[np.bool_]
-    """By tensor: whether boxes divide it, beside those that are all of it."""
+    is_whole: Flags
+    is_divided: Flags
+    """Whether boxes divide each tensor, beside those that are all of it."""
 
 
 class SumJudge:
-    """Asks nobody; remembers which boxes the ranks have."""
+    """Remembers which boxes the ranks have; carries no message."""
 
     def __init__(self) -> None:
         self._boxes: dict[str, tuple[Box, ...]] = {}
@@ -128,16 +129,16 @@ class SumJudge:
         """Ids of the boxes that a rank need not give again."""
         return tuple(self._boxes)
 
-    def judged(self, ranks: Sequence[RankSums]) -> Verdict:
+    def judged(self, ranks: Sequence[RankSums]) -> SumVerdict:
         """The verdict on what all ranks of one engine have prepared."""
         if faults := [rank.fault for rank in ranks if rank.fault]:
-            return Verdict(fault=faults[0])
+            return SumVerdict(fault=faults[0])
         plan = self._plan_of(ranks)
         if not plan.tensors:
-            return Verdict()
+            return SumVerdict()
         sums = np.concatenate([rank.sums for rank in ranks])
         published = np.concatenate([rank.published for rank in ranks])
-        known = np.concatenate([rank.is_published for rank in ranks])
+        known: Flags = np.concatenate([rank.is_published for rank in ranks])
         first = np.zeros(len(plan.tensors), np.int64)
         first[plan.of[::-1]] = np.arange(plan.of.size)[::-1]
         trainers = published[first]
@@ -148,8 +149,9 @@ class SumJudge:
         np.add.at(totals, plan.of[plan.counted], sums[plan.counted])
         wrong = _marked(plan, differs) | (plan.is_divided & (totals != trainers))
         # Where a rank's way to the version has no sum, none of its boxes has one.
-        seen = (plan.is_divided | ~_marked(plan, ~plan.is_whole)) & ~_marked(plan, ~known)
-        return Verdict(
+        unknown = _marked(plan, np.logical_not(known))
+        seen = (plan.is_divided | ~_marked(plan, ~plan.is_whole)) & ~unknown
+        return SumVerdict(
             wrong=tuple(plan.tensors[i] for i in np.flatnonzero(wrong & seen)),
             verified=int(np.count_nonzero(seen & ~wrong)),
             unseen=int(np.count_nonzero(~seen)),
@@ -167,7 +169,7 @@ class SumJudge:
         return self._plan[1]
 
 
-def _marked(plan: _Plan, boxes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _marked(plan: _Plan, boxes: Flags) -> Flags:
     """The tensors that one of these boxes is of."""
     marked = np.zeros(len(plan.tensors), np.bool_)
     marked[plan.of[boxes]] = True
@@ -195,5 +197,5 @@ def _plan(boxes: Sequence[Box]) -> _Plan:
 
 
 def without_boxes(sums: RankSums, known: Sequence[str]) -> RankSums:
-    """The same words for someone who knows these boxes."""
+    """The same words for a judge that knows these boxes."""
     return replace(sums, boxes=None) if sums.boxes_id in known else sums

@@ -77,7 +77,7 @@ class Staged:
     """Digests of the holder's tensors that are parts, as this receiver wrote them last: the deltas
     build on these bits. Empty for a full checkpoint."""
     partial_sums: Mapping[str, int]
-    """Their sums, as far as they were found."""
+    """Sums of the same tensors, as far as they were found."""
     budget: MemoryBudget
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""

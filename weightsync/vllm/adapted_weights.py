@@ -17,7 +17,7 @@ from harvester.contracts.errors import ConfigError, RoseMuxError, Stale
 from harvester.contracts.ids import checked_name
 from weightsync.layout.adapter import base_of
 from weightsync.layout.manifest import AdapterRecord, Manifest
-from weightsync.receive.rank_sums import RankSums, Verdict
+from weightsync.receive.rank_sums import RankSums, SumVerdict
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
@@ -126,7 +126,7 @@ class AdaptedWeights:
         base = request if record is None else _base_request(record)
         return self._base.sums(base, anew=anew)
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: SumVerdict) -> None:
         if self._moves_base:
             self._base.judge(verdict)
 

@@ -20,7 +20,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, difference
 from weightsync.reading.memory_budget import STAGING_BYTES
-from weightsync.receive.rank_sums import RankSums, Verdict, published_sums, rank_sums
+from weightsync.receive.rank_sums import RankSums, SumVerdict, published_sums, rank_sums
 from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
@@ -28,6 +28,7 @@ from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
 from weightsync.vllm.in_place import Trial, applied_in_place, is_provable, tried_on_copies
+from weightsync.vllm.judged_version import JudgedVersion
 from weightsync.vllm.layers import check_layers, check_sinks, derived_layers, refresh_sinks
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
@@ -80,6 +81,7 @@ class _Prepared:
     base: _Base
     staged: Staged
     trial: Trial = field(default_factory=lambda: Trial({}, {}))
+    sums: RankSums = field(default_factory=RankSums)
     mends: bool = False
     """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 
@@ -127,13 +129,7 @@ class EngineWeights:
         """Whether a failed update, or a sleep that keeps no weights, may have left others than the
         engine's first ones."""
         self._mended = 0
-        self._offered: tuple[tuple[str, WeightVersion], _Prepared] | None = None
-        """The preparation whose sums were given, until it is loaded or refused."""
-        self._verdict: Verdict | None = None
-        self._fault: Exception | None = None
-        self._sums_refused = 0
-        self._sums_verified, self._sums_unseen = 0, 0
-        """Cut tensors of the loaded version."""
+        self._judged: JudgedVersion[_Prepared] = JudgedVersion()
         self._clock = MonotonicClock()
 
     @property
@@ -171,7 +167,8 @@ class EngineWeights:
         self._retired.append(prepared)
         receiver = self._receiver(request.store)
         applied = self._settled(receiver, staged, prepared.trial, target, verdict)
-        self._note_sums(staged, prepared, verdict)
+        was_whole = prepared.base.target is None and staged.expected.state_hash is not None
+        self._judged.loaded(staged, verdict, was_whole=was_whole)
         self._mended += prepared.mends
         self._base = _Base(target, applied.version)
         self._loaded, self._in_doubt = (request.store, applied), False
@@ -183,63 +180,44 @@ class EngineWeights:
 
         Empty before the first update, whose full version is compared with the published digests.
         """
-        self._verdict = self._fault = self._offered = None
+        self._judged.clear()
         if request.adapter is not None:
             # `load` says why not.
             return RankSums()
         try:
-            prepared = self._prepared_now(request, anew=anew)
+            prepared = self._now(request, anew=anew)
         except Exception as error:
-            self._fault = error
-            return RankSums(fault=f"{type(error).__name__}: {error}")
-        self._offered = request.key, prepared
-        staged = prepared.staged
-        if prepared.base.target is None:
-            return RankSums()
-        boxes = {name: staged.parts.boxes[name] for name in staged.parts.partial}
-        published = published_sums(staged.parts.slicing, staged.sums)
-        return rank_sums(boxes, prepared.trial.sums, published)
+            return self._judged.fail(error)
+        self._judged.offer(request.key, prepared)
+        return prepared.sums
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: SumVerdict) -> None:
         """Take the verdict on what all ranks have prepared: after one against it, the next `load`
         raises and changes nothing."""
-        self._verdict = verdict
+        self._judged.judge(verdict)
 
-    def _prepared_now(self, request: RequestedVersion, *, anew: bool) -> _Prepared:
+    def _now(self, request: RequestedVersion, *, anew: bool = False) -> _Prepared:
+        """The version prepared for what is loaded now."""
         if anew:
             receiver, base = self._receiver(request.store), self._base_for(request.store)
-            return self._stager.take(
-                (*request.key, anew), lambda: self._full(receiver, base, request)
-            )
+            key = (*request.key, anew)
+            return self._stager.take(key, lambda: self._full(receiver, base, request))
         prepared = self._stager.take(request.key, self._preparing(request))
         if prepared.base != self._base_for(request.store):
             prepared = self._stager.take(request.key, self._preparing(request))
         return prepared
 
-    def _taken(self, request: RequestedVersion) -> tuple[_Prepared, Verdict | None]:
+    def _taken(self, request: RequestedVersion) -> tuple[_Prepared, SumVerdict | None]:
         """The preparation to load, and the verdict on it; raises if it is refused."""
-        offered, verdict, fault = self._offered, self._verdict, self._fault
-        self._offered = self._verdict = self._fault = None
-        if verdict is not None and (verdict.wrong or verdict.fault):
+        try:
+            prepared, verdict = self._judged.taken(request.key)
+        except Exception:
+            # The files may be repaired under the same names.
             self._receiver(request.store).forget()
-            if fault is not None:
-                raise fault
-            self._sums_refused += bool(verdict.wrong)
-            raise Corrupt(f"version {request.version}: {verdict.refusal}")
-        is_judged = offered is not None and offered[0] == request.key and verdict is not None
-        if offered and is_judged and offered[1].base == self._base_for(request.store):
-            return offered[1], verdict
-        return self._prepared_now(request, anew=False), None
-
-    def _note_sums(self, staged: Staged, prepared: _Prepared, verdict: Verdict | None) -> None:
-        cut = len({staged.parts.boxes[name].tensor for name in staged.parts.partial})
-        if verdict is not None and prepared.base.target is not None:
-            self._sums_verified, self._sums_unseen = verdict.verified, verdict.unseen
-        elif prepared.base.target is None and staged.full is not None:
-            # Read whole, and compared with the published digests before this rank cut it.
-            self._sums_verified, self._sums_unseen = cut, 0
-        else:
-            self._sums_verified, self._sums_unseen = 0, cut
+            raise
+        if prepared is not None and prepared.base == self._base_for(request.store):
+            return prepared, verdict
+        return self._now(request), None
 
     def paced_by(self, pace: Pace) -> None:
         """Make every later piece of work ask `pace`."""
@@ -249,7 +227,7 @@ class EngineWeights:
         """Wait for background work and drop the staged version, and with vLLM's level 2, which
         keeps no weights, the loaded one: the next update is a full one."""
         self._stager.clear()
-        self._offered = None
+        self._judged.clear()
         if level > KEEPING_LEVEL:
             self._loaded, self._in_doubt = None, True
 
@@ -268,11 +246,7 @@ class EngineWeights:
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
         report = {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
         if isinstance(self._base.target, RankMap):
-            report["sums"] = {
-                "verified": self._sums_verified,
-                "unseen": self._sums_unseen,
-                "refused": self._sums_refused,
-            }
+            report["sums"] = self._judged.report()
         return report
 
     def close(self) -> None:
@@ -314,6 +288,7 @@ class EngineWeights:
     def _full(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
         """The version prepared without the deltas from the loaded one, after they have failed."""
         target = base.target
+        receiver.select(target.selection if isinstance(target, RankMap) else None)
         staged = self._staged(receiver, None, request, target, None)
         if target is None:
             return _Prepared(base=base, staged=staged)
@@ -334,7 +309,10 @@ class EngineWeights:
             self._pool,
             budget_bytes=self._packed_ahead_bytes,
         )
-        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial)
+        boxes = {name: staged.parts.boxes[name] for name in staged.parts.partial}
+        published = published_sums(staged.parts.slicing, staged.sums)
+        sums = rank_sums(boxes, trial.sums, published)
+        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial, sums=sums)
 
     def _staged(
         self,
@@ -362,7 +340,7 @@ class EngineWeights:
         staged: Staged,
         trial: Trial,
         target: Target,
-        verdict: Verdict | None,
+        verdict: SumVerdict | None,
     ) -> Applied:
         """Raises the errors of the attempt from a full checkpoint, and Corrupt if it leads to other
         parts than those that were verified; the state is then in doubt."""
@@ -385,7 +363,7 @@ class EngineWeights:
         if mends and verdict is not None:
             for name, digest in receiver.written_parts.items():
                 if trial.digests.get(name) != digest:
-                    raise Corrupt(f"{name} of a full checkpoint is not what its deltas led to")
+                    raise Corrupt(f"{name} of a full checkpoint differs from its verified deltas")
         self._mended += mends
         return applied
 

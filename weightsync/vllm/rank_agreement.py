@@ -9,10 +9,11 @@ Imported in every vLLM process, so it imports nothing heavy before an update.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from weightsync.receive.rank_sums import RankSums, SumJudge, Verdict
+    from weightsync.receive.rank_sums import RankSums, SumJudge, SumVerdict
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
@@ -21,11 +22,8 @@ JUDGE_METHOD = "rosemux_judge"
 _UPDATE = "update_weights"
 _ORIGINAL = "rosemux_sums_original"
 _JUDGE = "rosemux_sum_judge"
-
-
-class AskRanks(Protocol):
-    def __call__(self, method: str, **named: Any) -> list[Any]:
-        """The answers of all ranks to a call with these arguments."""
+_Call: TypeAlias = Callable[..., list[Any]]
+"""(method, named arguments): the answers of all ranks."""
 
 
 def install(backend: str) -> None:
@@ -68,10 +66,10 @@ def _update_info(
     return found if isinstance(found, dict) else None
 
 
-def _compare(ask: AskRanks, executor: Any, update_info: dict[str, Any]) -> None:
+def _compare(ask: _Call, executor: Any, update_info: dict[str, Any]) -> None:
     from weightsync.receive.rank_sums import SumJudge
 
-    if executor.parallel_config.world_size < 2:
+    if executor.vllm_config.parallel_config.world_size < 2:
         return
     judge = getattr(executor, _JUDGE, None) or SumJudge()
     setattr(executor, _JUDGE, judge)
@@ -80,10 +78,10 @@ def _compare(ask: AskRanks, executor: Any, update_info: dict[str, Any]) -> None:
         ask(JUDGE_METHOD, verdict=verdict)
 
 
-def agreed(ask: AskRanks, judge: "SumJudge", update_info: dict[str, Any]) -> "Verdict | None":
+def agreed(ask: _Call, judge: "SumJudge", update_info: dict[str, Any]) -> "SumVerdict | None":
     """The verdict of all ranks on a version that they have prepared, at first or from a full
     checkpoint; None where the ranks have no sums."""
-    verdict: Verdict | None = None
+    verdict: SumVerdict | None = None
     for anew in (False, True):
         words: list[RankSums | None] = ask(
             SUMS_METHOD, update_info=update_info, anew=anew, known=judge.known

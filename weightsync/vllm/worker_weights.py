@@ -24,7 +24,7 @@ from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.layout import box_delta, box_sums
 from weightsync.reading.memory_budget import STAGING_BYTES
-from weightsync.receive.rank_sums import RankSums, Verdict, without_boxes
+from weightsync.receive.rank_sums import RankSums, SumVerdict, without_boxes
 from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
 from weightsync.transport.base_checkpoint import BaseCheckpoint, has_shards
 from weightsync.transport.location import StoreRoot
@@ -120,7 +120,7 @@ class WorkerWeights:
         self._await_device()
         return without_boxes(self._weights.sums(update_info.requested, anew=anew), known)
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: SumVerdict) -> None:
         """Take the verdict, before the update is loaded."""
         self._weights.judge(verdict)
 
@@ -185,7 +185,7 @@ def add_worker_methods(worker_class: Any) -> None:
         words: RankSums = sums(UpdateInfo(**update_info), anew=anew, known=known)
         return words
 
-    def rosemux_judge(worker: Any, verdict: Verdict) -> None:
+    def rosemux_judge(worker: Any, verdict: SumVerdict) -> None:
         worker.weight_transfer_engine.judge(verdict)
 
     setattr(worker_class, SUMS_METHOD, rosemux_sums)

@@ -83,7 +83,7 @@ def test_a_change_is_known_from_what_differs(
 def test_an_encoded_change_knows_what_it_adds(
     case: tuple[Bits, tuple[int, ...], list[SliceRecord]], share: float, is_small: bool
 ) -> None:
-    """By one unit and by more, in payloads of every layout, of a slice as of a whole tensor."""
+    """Changes by one unit and by more, in payloads of every layout, of a slice as of a tensor."""
     old, _, boxes = case
     random = np.random.default_rng(old.size)
     moves = random.integers(1, 4, old.size).astype(old.dtype) * (random.random(old.size) < share)
