@@ -157,7 +157,15 @@ class Publisher(AbstractContextManager["Publisher"]):
                 )
             )
             undo.pop_all()
-        self._share = RankShare(self._copy, versions.encoding, work, rank=rank, pool=self._pool)
+        self._share = RankShare(
+            self._copy,
+            versions.encoding,
+            work,
+            rank=rank,
+            pool=self._pool,
+            # Other systems read the other encodings, and every rank holds all of an adapter.
+            sums=versions.encoding.is_ours and adapter is None,
+        )
 
     def __exit__(self, *_: object) -> None:
         self.close()

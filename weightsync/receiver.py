@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
@@ -48,6 +49,10 @@ class _Written:
     """Published digest of every entry of that version."""
     partial: Mapping[str, str]
     """Digest of the held part of every tensor that is held in part."""
+    sums: Mapping[str, int]
+    """Published sums of entries of that version, as far as there are any."""
+    partial_sums: Mapping[str, int]
+    """Sums of held parts, as far as they were found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,11 @@ class Receiver:
         """Change the held part; knowledge of the last written state is kept."""
         if selection is not self._selection:
             self._selection, self._parts = selection, None
+
+    @property
+    def written_parts(self) -> Mapping[str, str]:
+        """Digest of the held part of every tensor that is held in part, as last written."""
+        return self._written.partial if self._written else {}
 
     @property
     def is_partial(self) -> bool:
@@ -279,6 +289,8 @@ class Receiver:
                 spool=Spool(in_memory, self._spool_dir),
                 known=copy.staged.table if copy and uses else table,
                 partial=known.partial if known else {},
+                known_sums=known.sums if known else {},
+                partial_sums=known.partial_sums if known else {},
                 copy=copy.staged.full if copy and uses else None,
             )
             staged = staging.staged()
@@ -300,15 +312,21 @@ class Receiver:
         self.wrote(staged, partial)
         return staged.applied(found, seconds=self._clock.now() - started)
 
-    def wrote(self, staged: Staged, digests: Mapping[str, str]) -> None:
+    def wrote(
+        self,
+        staged: Staged,
+        digests: Mapping[str, str],
+        sums: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Remember a staged state that was written and verified, on which deltas may build.
 
-        `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's.
+        `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's;
+        `sums`: of those, as far as they were found.
         """
         self.wrote_steps(staged)
         if staged.plan.manifest.section is not None:
             # A foreign store publishes no digests of whole entries to build on.
-            self._written = _Written(staged.plan.target, staged.table, digests)
+            self._written = _Written(staged.plan.target, staged.table, digests, staged.sums, sums)
 
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which trainer's run the written versions come from. A version that is staged and
@@ -377,6 +395,12 @@ class Receiver:
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
 
+    def forget(self) -> None:
+        """Drop all cached reads, which a holder found wrong by other means: they may be repaired
+        under the same names."""
+        self._steps.clear()
+        self._parts = None
+
     def doubt(self, plan: PullPlan) -> None:
         """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any
         of them may have been damaged in a copy on the way."""
@@ -391,8 +415,7 @@ class Receiver:
         try:
             yield
         except RoseMuxError as error:
-            self._steps.clear()
-            self._parts = None
+            self.forget()
             if plan is not None and isinstance(error, Corrupt):
                 self.doubt(plan)
             raise

@@ -3,8 +3,9 @@
 `python -m benchmarks.weightsync.tensor_parallel --json PATH`. One rank of 2, 4 and 8, and a whole
 engine, each in a process of its own, follow one store in turns. The models have vLLM's parallel
 layers as far as weights go: fused projections, rows, columns and a vocabulary cut by rows, loaded
-tensor by tensor; they derive nothing, so that the pause is writing and verifying alone. Host memory
-is what a process has beyond its model and libraries.
+tensor by tensor; they derive nothing, so that the pause is writing and verifying alone, with the
+verdict on a rank's sums that comes before. Host memory is what a process has beyond its model and
+libraries.
 """
 
 import argparse
@@ -29,8 +30,9 @@ from benchmarks.weightsync.states import LARGE, Shape
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import warm_up
-from weightsync.layout import box_delta
+from weightsync.layout import box_delta, box_sums
 from weightsync.publisher import Publisher
+from weightsync.receive.rank_sums import SumJudge, without_boxes
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
 from weightsync.vllm.stager import StageState
@@ -169,6 +171,7 @@ class RankFollower:
     def __init__(self, shape: Shape, rank: int, ranks: int, root: Path) -> None:
         warm_up()
         box_delta.warm_up()
+        box_sums.warm_up()
         self.model = RankModel(shape, rank, ranks)
         self._held_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self._weights = EngineWeights(
@@ -179,6 +182,7 @@ class RankFollower:
             staging_bytes=_STAGING_BYTES,
             sliced=ranks > 1,
         )
+        self._judge, self._is_rank = SumJudge(), ranks > 1
         self._clock = MonotonicClock()
         self._before = _memory("VmRSS")
         _forget_peak()
@@ -189,6 +193,10 @@ class RankFollower:
         while self._weights.stage(requested).state is StageState.RUNNING:
             time.sleep(0.001)
         staged = self._clock.now()
+        if self._is_rank:
+            # All that the verdict costs but the calls of an engine's executor.
+            words = without_boxes(self._weights.sums(requested), self._judge.known)
+            self._weights.judge(self._judge.judged([words]))
         self._weights.load(requested)
         loaded = self._clock.now()
         self._weights.release()

@@ -44,6 +44,27 @@ def test_a_refusal_leaves_every_rank_on_its_version(seen: dict[str, Any]) -> Non
     assert seen["after_refusals"] == seen["version_2"]
 
 
+def test_a_forged_delta_is_passed_or_refused_by_every_rank(seen: dict[str, Any]) -> None:
+    """Ranks of tensors find it together, by the trainer's sums; the others each by a digest."""
+    assert seen["version_5"] == seen["version_1"]
+    assert any(report["from_full"] for report in seen["reports_5"])
+    error = seen["forged"]["error"]
+    assert "would not be the published" in error or "differs from the published" in error
+    assert seen["forged"]["state_hash"] == seen["published"][4]
+    assert seen["after_forged"] == seen["version_5"]
+
+
+def test_cut_tensors_are_verified_with_the_trainer_s_sums(seen: dict[str, Any]) -> None:
+    """A pipeline's ranks cut none."""
+    for version in (1, 2, 4, 5):
+        sums = [report["sums"] for report in seen[f"reports_{version}"]]
+        assert all((each["unseen"], each["refused"]) == (0, 0) for each in sums)
+        assert len({each["verified"] > 0 for each in sums}) == 1
+    assert all(report["from_full"] for report in seen["reports_5"]) or not sums[0]["verified"]
+    refused = [report["sums"]["refused"] for report in seen["reports_forged"]]
+    assert refused == [int(sums[0]["verified"] > 0)] * 2
+
+
 def test_ranks_that_parted_meet_on_the_published_state(seen: dict[str, Any]) -> None:
     """One had weights changed by another writer and failed alone, the other one took the
     version."""

@@ -87,7 +87,23 @@ def _reports(engine: Any) -> list[dict[str, Any]]:
     return list(engine.collective_rpc("rosemux_weights"))
 
 
-def _followed(engine: Any, stores: Path, published: list[str]) -> dict[str, Any]:
+def _forge(stores: Path, states: tuple[State, ...], version: int) -> None:
+    """One element of a delta differs, and no digest shows it: columns of tensors' ranks, all of a
+    layer of the others'."""
+    from harvester.contracts.ids import WeightVersion
+    from tests.unit.weightsync.vllm.forged_delta import forge_delta
+    from weightsync.elements.bits import bits_of
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    old, new = (bits_of(states[number % 2][name]) for number in (version, version + 1))
+    wrong = new.copy()
+    wrong[-1] ^= 1
+    forge_delta(stores / "job", WeightVersion(version), name, old, wrong)
+
+
+def _followed(
+    engine: Any, stores: Path, states: tuple[State, ...], published: list[str]
+) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for version in (1, 2):
         update(engine, store="job", version=version, state_hash=published[version - 1])
@@ -109,6 +125,15 @@ def _followed(engine: Any, stores: Path, published: list[str]) -> dict[str, Any]
     _go_on(engine, store="job", version=4, state_hash=published[3])
     seen["reports_4"] = _reports(engine)
     seen["version_4"] = generated(engine)
+    for version in (5, 6):
+        _forge(stores, states, version)
+    # A skip delta leads past the fifth version's own delta, and nothing past the sixth's.
+    update(engine, store="job", version=5, state_hash=published[4])
+    seen["reports_5"] = _reports(engine)
+    seen["version_5"] = generated(engine)
+    seen["forged"] = refused(engine, store="job", version=6, state_hash=published[5])
+    seen["reports_forged"] = _reports(engine)
+    seen["after_forged"] = generated(engine)
     return seen
 
 
@@ -128,9 +153,9 @@ def main(root: Path, split: str) -> None:
 
     stores = Path(os.environ["ROSEMUX_WEIGHT_ROOT"])
     with Publisher(stores / "job") as publisher:
-        chain = (*states, *states)
+        chain = (*states, *states, *states)
         seen["published"] = [publisher.publish(state).state_hash for state in chain]
-    seen |= _followed(following, stores, seen["published"])
+    seen |= _followed(following, stores, states, seen["published"])
     (root / "seen.json").write_text(json.dumps(seen))
     following.llm_engine.engine_core.shutdown()
 

@@ -32,6 +32,7 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.elements.compiled import forget_cache, is_cached
+from weightsync.elements.element_sums import Dims, bits_change, bits_sum, streams_change
 from weightsync.encoding.context import WIDTHS_BYTES as CONTEXT_WIDTHS_BYTES
 from weightsync.encoding.context import classes_payload
 from weightsync.encoding.delta import (
@@ -73,6 +74,9 @@ class Encoded:
     """Number of elements that differ."""
     digest: str
     """xxh3-128 of the new bits."""
+    sum_change: int | None = None
+    """Number to add to the tensor's sum (element_sums.py), where its place was given; made of the
+    compared bits and never of the payload, so that it shows a wrong one."""
 
 
 MOST_CONTEXT_CHANGES = 1 << 21
@@ -92,26 +96,32 @@ _SAMPLES = 8
 _RUN_ELEMENTS = _SAMPLE_ELEMENTS // _SAMPLES
 
 
-def encode(old: Bits, new: Bits) -> Encoded | None:
-    """The smallest payload that turns `old` into `new`, or None if nothing changed."""
+def encode(old: Bits, new: Bits, dims: Dims | None = None) -> Encoded | None:
+    """The smallest payload that turns `old` into `new`, or None if nothing changed. `dims`: the
+    place of these bits in their tensor, for its sum."""
     if new.nbytes <= PLAIN_BYTES:
+        # Read once: a trainer's tensor may change meanwhile.
+        new = new if dims is None else new.copy()
         plain = plain_payload(old, new)
         if plain.changed == 0:
             return None
         if plain.payload and plain.changed <= PLANES_ABOVE_RATIO * old.size:
-            return Encoded(Encoding.ROSEMUX, plain.payload, plain.changed, plain.digest)
-    return encode_streams(old, new)
+            change = None if dims is None else bits_change(old, new, dims)
+            return Encoded(Encoding.ROSEMUX, plain.payload, plain.changed, plain.digest, change)
+    return encode_streams(old, new, dims)
 
 
-def encode_streams(old: Bits, new: Bits) -> Encoded | None:
+def encode_streams(old: Bits, new: Bits, dims: Dims | None = None) -> Encoded | None:
     """`encode` of a tensor of any size, from streams that may be compressed."""
     if _mostly_changed(old, new):
-        return _encode_everything(old, new)
+        found = _encode_everything(old, new)
+        return found if dims is None else replace(found, sum_change=bits_change(old, new, dims))
     streams = compared(old, new)
     changed = streams.changed
     if changed == 0:
         return None
     encoding, digest = Encoding.ROSEMUX, streams.digest
+    change = None if dims is None else _sum_change(old, streams, dims)
     payload: bytes | memoryview = _encode_sparse(old, streams)
     # One after another, so that at most two payloads exist at once.
     if changed > PLANES_ABOVE_RATIO * old.size:
@@ -120,7 +130,14 @@ def encode_streams(old: Bits, new: Bits) -> Encoded | None:
         dense = encode_dense(new)
         if len(dense) < len(payload):
             encoding, payload = Encoding.DENSE, dense
-    return Encoded(encoding, payload, changed, digest)
+    return Encoded(encoding, payload, changed, digest, change)
+
+
+def _sum_change(old: Bits, found: SparseStreams, dims: Dims) -> int:
+    # numba would compile the loop again for rows that lie apart.
+    planes = np.ascontiguousarray(found.far_planes)
+    streams = (found.gaps, found.signs, found.far_gaps, planes)
+    return int(streams_change(old, *streams, dims))
 
 
 def composed(
@@ -174,8 +191,9 @@ def _encode_everything(old: Bits, new: Bits) -> Encoded:
     return Encoded(Encoding.ROSEMUX, planes_payload(old, new), changed, digest)
 
 
-def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
-    """A payload in the given encoding, or None if nothing changed."""
+def encode_as(encoding: Encoding, old: Bits, new: Bits, dims: Dims | None = None) -> Encoded | None:
+    """A payload in the given encoding, or None if nothing changed. `dims`: as in `encode`, of
+    `context` alone."""
     if encoding is Encoding.ROSEMUX:
         streams = compared(old, new)
         if streams.changed == 0:
@@ -183,7 +201,7 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
         payload = _encode_sparse(old, streams)
         return Encoded(encoding, payload, streams.changed, streams.digest)
     if encoding is Encoding.CONTEXT:
-        return _encode_context(old, new)
+        return _encode_context(old, new, dims)
     changed = kernels.count_changes(old, new)
     if changed == 0:
         return None
@@ -195,8 +213,8 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     return Encoded(encoding, writers[encoding](old, new), changed, state_hash.digest_of(new))
 
 
-def _encode_context(old: Bits, new: Bits) -> Encoded | None:
-    found = encode(old, new)
+def _encode_context(old: Bits, new: Bits, dims: Dims | None) -> Encoded | None:
+    found = encode(old, new, dims)
     if found is None or found.encoding is not Encoding.ROSEMUX:
         return found
     payload = found.payload
@@ -267,6 +285,10 @@ def _warm_up(width_bytes: int) -> None:
     kernels.share_changed(old, new, 1, 1)
     streams = compared(old, new)
     is_worth_groups(streams, old.size)
+    dims = np.array([[1, 0, old.size, 1]], np.uint64)
+    _sum_change(old, streams, dims)
+    bits_sum(old, dims)
+    bits_change(old, new, dims)
     for payload in (
         _encode_streams(old, streams),
         grouped_payload(old.size, streams),

@@ -31,7 +31,7 @@ from weightsync.encoding.delta import (
 from weightsync.encoding.grouped import GroupedDelta, grouped_payload
 from weightsync.encoding.plain import PlainDelta
 from weightsync.encoding.sparse import compared
-from weightsync.layout.slices import SliceRecord
+from weightsync.layout.slices import SliceRecord, dims_of
 
 
 def box_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
@@ -161,7 +161,7 @@ def _gaps(positions: Positions, elements: int) -> Bytes:
 def _between(positions: Positions, box: SliceRecord) -> tuple[box_positions.Numbers, Positions]:
     """`_within` of ascending positions, of which only those from the box's first to its last
     element are looked at."""
-    dims = _dims(box).astype(np.int64)
+    dims = dims_of(box).astype(np.int64)
     first = int(dims[:, 0] @ dims[:, 1])
     last = first + int(dims[:, 0] @ (dims[:, 2] - 1))
     start, stop = np.searchsorted(positions, np.array([first, last + 1], np.uint64))
@@ -172,22 +172,5 @@ def _between(positions: Positions, box: SliceRecord) -> tuple[box_positions.Numb
 def _within(positions: Positions, box: SliceRecord) -> tuple[box_positions.Numbers, Positions]:
     """Indices of the positions that are in the box, and their positions there."""
     kept, inside = np.empty(positions.size, np.int64), np.empty(positions.size, np.uint64)
-    found = box_positions.within_box(positions, _dims(box), kept, inside)
+    found = box_positions.within_box(positions, dims_of(box), kept, inside)
     return kept[:found], inside[:found]
-
-
-def _dims(box: SliceRecord) -> Positions:
-    """See `within_box`. Dimensions that the box has whole are one with the dimension before."""
-    dims: list[list[int]] = []
-    stride, held_stride, inner = 1, 1, 0
-    for size, first, count in zip(
-        reversed(box.shape), reversed(box.offsets), reversed(box.lengths), strict=True
-    ):
-        if dims and dims[0][2] == inner:
-            dims[0][1:3] = [first * inner, count * inner]
-            inner *= size
-        else:
-            dims.insert(0, [stride, first, count, held_stride])
-            inner = size
-        stride, held_stride = stride * size, held_stride * count
-    return np.array(dims, np.uint64).reshape(-1, 4)

@@ -3,14 +3,17 @@
 numpy has no bfloat16, and a delta shard must be checked before use, so the format's header is
 handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data. A large
 header of a delta is packed: the file then has a single tensor, which consists of 8 bytes of length,
-a compressed table of names, sizes and checksums, and the payloads. Never opens a file: it takes and
+a compressed table of names, sizes and checksums, and the payloads. The sums of the tensors that the
+entries become (box_sums.py) are one string of its metadata. Never opens a file: it takes and
 returns bytes.
 """
 
+import base64
+import binascii
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -21,14 +24,19 @@ from weightsync.layout.tables import packed_table, plain_table
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_NAME_CHARS = 512
-_ENTRY_BYTES = 256
-"""Bound on all but the name of a tensor in a header: dtype, eight dimensions, offsets, checksum."""
+_ENTRY_BYTES = 272
+"""Bound on all but the name of a tensor in a header: dtype, eight dimensions, offsets, checksum and
+sum."""
 _LENGTH_BYTES = 8
 _PACKED = "rosemux.packed"
 _PACKED_ABOVE = 256
 """Payloads up to which a header stays as any reader of safetensors knows it."""
 _METADATA = "__metadata__"
-RESERVED_NAMES = frozenset({_PACKED, _METADATA})
+_SUMS = "rosemux.sums"
+"""Key of all sums in the metadata: base64 of eight bytes each, least significant first, in the
+order of the sorted names. An older reader passes over it."""
+_SUM_BYTES = 8
+RESERVED_NAMES = frozenset({_PACKED, _METADATA, _SUMS})
 _JOINED_BYTES = 64 << 10
 
 
@@ -66,6 +74,8 @@ class ShardHeader:
     layout: Layout
     offsets: Mapping[str, tuple[int, int]]
     metadata: Mapping[str, str]
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """Sum of each tensor that an entry is or leads to; empty if the writer gave none."""
 
     def size_bytes(self, name: str) -> int:
         begin, end = self.offsets[name]
@@ -104,24 +114,49 @@ def shard_chunks(
     read: Callable[[str], Any],
     metadata: Mapping[str, str],
     *,
+    sums: Mapping[str, int] | None = None,
     may_pack: bool = False,
 ) -> Iterator[Any]:
     """The file's bytes, as buffers to write in order; calls `read` for one tensor after another.
 
-    With `may_pack`, the header of many payloads is packed, which only this module reads; `metadata`
-    then has the checksum of each.
+    `sums`: of all tensors, or None. With `may_pack`, the header of many payloads is packed, which
+    only this module reads; `metadata` then has the checksum of each.
     """
     packs = may_pack and len(layout) > _PACKED_ABOVE
-    yield _packed_head(layout, metadata) if packs else _head(layout, metadata)
+    summed = {_SUMS: _encoded_sums(layout, sums)} if sums else {}
+    if packs:
+        yield _packed_head(layout, metadata, summed)
+    else:
+        yield _head(layout, {**metadata, **summed})
     yield from _joined(map(read, layout))
 
 
-def _packed_head(layout: Layout, checksums: Mapping[str, str]) -> bytes:
+def _encoded_sums(layout: Layout, sums: Mapping[str, int]) -> str:
+    words = b"".join(sums[name].to_bytes(_SUM_BYTES, "little") for name in sorted(layout))
+    return base64.b64encode(words).decode()
+
+
+def _decoded_sums(layout: Layout, encoded: str) -> dict[str, int]:
+    try:
+        words = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Corrupt(f"sums in a header: {error}") from error
+    if len(words) != _SUM_BYTES * len(layout):
+        raise Corrupt(f"sums of {len(words)} bytes in a header of {len(layout)} tensors")
+    return {
+        name: int.from_bytes(words[_SUM_BYTES * i : _SUM_BYTES * (i + 1)], "little")
+        for i, name in enumerate(sorted(layout))
+    }
+
+
+def _packed_head(
+    layout: Layout, checksums: Mapping[str, str], metadata: Mapping[str, str]
+) -> bytes:
     sizes = [spec.size_bytes for spec in layout.values()]
     table = _Table([*layout], sizes, [checksums[name] for name in layout])
     packed = packed_table(msgspec.json.encode(table))
     size_bytes = _LENGTH_BYTES + len(packed) + sum(sizes)
-    head = _head({_PACKED: shared_spec("U8", (size_bytes,))}, {})
+    head = _head({_PACKED: shared_spec("U8", (size_bytes,))}, metadata)
     return head + len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 
 
@@ -242,12 +277,18 @@ def read_header(
         return read(begin, begin + length)
 
     header = _parsed_header(at(0), file_bytes=file_bytes)
+    metadata = dict(header.metadata)
+    summed = metadata.pop(_SUMS, None)
     if header.layout.keys() != {_PACKED}:
-        return header
+        return _with_sums(replace(header, metadata=metadata), summed)
     start = header.offsets[_PACKED][0]
     table = at(start)
     start += _LENGTH_BYTES + len(table)
-    return _unpacked_header(table, start=start, file_bytes=file_bytes)
+    return _with_sums(_unpacked_header(table, start=start, file_bytes=file_bytes), summed)
+
+
+def _with_sums(header: ShardHeader, summed: str | None) -> ShardHeader:
+    return header if summed is None else replace(header, sums=_decoded_sums(header.layout, summed))
 
 
 def shard_header(data: Bytes) -> ShardHeader:

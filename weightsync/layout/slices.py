@@ -55,6 +55,10 @@ class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.ascontiguousarray(self.box(whole)).reshape(-1)
 
 
+def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
+    return SliceRecord(name, spec.shape, (0,) * len(spec.shape), spec.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class SlicedDelta:
     """The delta of one slice, applied to the whole tensor."""
@@ -157,3 +161,21 @@ def _covers(spans: list[tuple[int, int]], size: int) -> bool:
             return False
         at += length
     return at == size
+
+
+def dims_of(box: SliceRecord) -> npt.NDArray[np.uint64]:
+    """A row (stride, first, count, stride in the box) per dimension, in elements; dimensions that
+    the box has whole are one with the dimension before, so that the last row is a run."""
+    dims: list[list[int]] = []
+    stride, held_stride, inner = 1, 1, 0
+    for size, first, count in zip(
+        reversed(box.shape), reversed(box.offsets), reversed(box.lengths), strict=True
+    ):
+        if dims and dims[0][2] == inner:
+            dims[0][1:3] = [first * inner, count * inner]
+            inner *= size
+        else:
+            dims.insert(0, [stride, first, count, held_stride])
+            inner = size
+        stride, held_stride = stride * size, held_stride * count
+    return np.array(dims, np.uint64).reshape(-1, 4)

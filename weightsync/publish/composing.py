@@ -134,7 +134,7 @@ def composed_skip(
     section = chain[-1][1].section
     if section is None:
         raise Unsupported(f"{ref.directory}: version {ref.version} was written by another system")
-    changes, digests = _payloads(store, chain, draft.spool_beside(), until)
+    changes, digests, sums = _payloads(store, chain, draft.spool_beside(), until)
     sizes = {entry: layout[entry].size_bytes for entry in changes}
     files = ShardFiles(draft, rank=0, limit_bytes=shard_bytes, may_pack=True)
 
@@ -149,16 +149,17 @@ def composed_skip(
         found = spread(pool, summed, [*sizes], sizes.__getitem__, limit_bytes=limit_bytes)
         for entry, delta in zip(sizes, found, strict=True):
             if delta is not None:
-                files.add(entry, delta)
+                files.add(entry, delta, sums.get(entry))
     return SkipDelta(ref=ref, section=section, shards=files.finish(), files={**draft.files})
 
 
 def _payloads(
     store: Store, chain: list[tuple[VersionRef, Manifest]], spool: Spool, until: Event
-) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str]]:
-    """Places of each entry's payloads, in the chain's order, and the last digest."""
+) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str], dict[str, int]]:
+    """Places of each entry's payloads, in the chain's order, and the last digest and sum."""
     changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
     digests: dict[str, str] = {}
+    sums: dict[str, int] = {}
     for ref, manifest in chain:
         for shard in manifest.shards:
             _check_open(until)
@@ -166,11 +167,14 @@ def _payloads(
             copy.fetch()
             header = copy.header()
             digests |= header.metadata
+            for entry in header.layout.keys() - header.sums.keys():
+                sums.pop(entry, None)
+            sums |= header.sums
             for entry in header.layout:
                 span = ByteSpan(*header.offsets[entry])
                 change = (manifest.encoding_of(entry), copy.staged, span)
                 changes.setdefault(entry, []).append(change)
-    return changes, digests
+    return changes, digests, sums
 
 
 def _check_open(until: Event) -> None:

@@ -31,15 +31,18 @@ class ShardFiles:
         self._rank = rank
         self._limit_bytes = limit_bytes
         self._open: dict[str, Encoded] = {}
+        self._sums: dict[str, int] = {}
         self._open_bytes, self._left_header = 0, MAX_HEADER_BYTES
         self._done: list[Shard] = []
 
-    def add(self, entry: str, encoded: Encoded) -> None:
-        """One entry of a delta."""
+    def add(self, entry: str, encoded: Encoded, new_sum: int | None = None) -> None:
+        """One entry of a delta; `new_sum`: of the tensor that it leads to, if known."""
         room = header_room(entry)
         if self._open and room > self._left_header:
             self._flush()
         self._open[entry] = encoded
+        if new_sum is not None:
+            self._sums[entry] = new_sum
         self._open_bytes += len(encoded.payload)
         self._left_header -= room
         if self._open_bytes >= self._limit_bytes:
@@ -57,11 +60,17 @@ class ShardFiles:
         layout = {e: shared_spec("U8", (len(encoded.payload),)) for e, encoded in entries.items()}
         checksums = {entry: encoded.digest for entry, encoded in entries.items()}
         encodings = {entry: encoded.encoding for entry, encoded in entries.items()}
-        self._open = {}
+        # A file has the sums of all its entries or of none.
+        sums = self._sums if self._sums.keys() == entries.keys() else {}
+        self._open, self._sums = {}, {}
         self._open_bytes, self._left_header = 0, MAX_HEADER_BYTES
         name = _file_name(self._rank, len(self._done) + 1)
         content = _Content(
-            layout, lambda entry: entries[entry].payload, checksums, may_pack=self._may_pack
+            layout,
+            lambda entry: entries[entry].payload,
+            checksums,
+            sums,
+            may_pack=self._may_pack,
         )
         self._draft.write(name, content)
         self._done.append(Shard(name, content.record, encodings))
@@ -72,12 +81,19 @@ def full_shards(
     layout: Layout,
     read: Callable[[str], Any],
     digests: Mapping[str, str],
+    sums: Mapping[str, int],
     *,
     rank: int,
 ) -> list[Shard]:
-    """Write files of dense tensors; none where this rank has no entries."""
+    """Write files of dense tensors; none where this rank has no entries. `sums`: of all entries, or
+    empty."""
     contents = {
-        _file_name(rank, number): _Content(group, read, {entry: digests[entry] for entry in group})
+        _file_name(rank, number): _Content(
+            group,
+            read,
+            {entry: digests[entry] for entry in group},
+            {entry: sums[entry] for entry in group} if sums else {},
+        )
         for number, group in enumerate(shard_layouts(layout, draft.full_file_bytes), 1)
     }
     draft.write_all(contents)
@@ -99,6 +115,7 @@ class _Content:
         layout: Layout,
         read: Callable[[str], Any],
         checksums: Mapping[str, str],
+        sums: Mapping[str, int],
         *,
         may_pack: bool = False,
     ) -> None:
@@ -106,14 +123,14 @@ class _Content:
         self._may_pack = may_pack
         self._read = read
         self.record = FileRecord(0, "")
-        self._checksums = checksums
+        self._checksums, self._sums = checksums, sums
 
     def __iter__(self) -> Iterator[Any]:
         whole, size = xxhash.xxh3_128(), 0
         chunk_bytes = chunk_bytes_for(sum(spec.size_bytes for spec in self.layout.values()))
         chunks = ChunkDigests(chunk_bytes)
         for buffer in shard_chunks(
-            self.layout, self._read, self._checksums, may_pack=self._may_pack
+            self.layout, self._read, self._checksums, sums=self._sums, may_pack=self._may_pack
         ):
             whole.update(buffer)
             chunks.update(buffer)

@@ -30,9 +30,10 @@ from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
+from weightsync.layout.box_sums import box_sum
 from weightsync.layout.durable import read_plain, refusals, storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
-from weightsync.layout.slices import SliceRecord
+from weightsync.layout.slices import SliceRecord, whole_box
 from weightsync.layout.tables import MAX_TABLE_BYTES
 from weightsync.publish.trainer_state import Piece, TrainerState
 
@@ -130,6 +131,7 @@ class _MappedContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slices: dict[str, SliceRecord]
     ties: dict[str, str]
     skipped: list[str]
+    sums: dict[str, int] = {}
 
 
 class LastPublished:
@@ -150,6 +152,8 @@ class LastPublished:
         """Name to the entry that has the same bits in the same memory."""
         self.skipped: set[str] = set()
         """Entries that another rank publishes."""
+        self.sums: dict[str, int] = {}
+        """Sum of every entry (box_sums.py), by the name that its bits are held under."""
         self._bits: dict[str, Bits] = {}
         self._specs: dict[str, TensorSpec] = {}
 
@@ -206,11 +210,31 @@ class LastPublished:
         digests |= {name: digests[first] for name, first in self.ties.items()}
         self._know(slices, digests)
 
+    def box(self, entry: str) -> SliceRecord:
+        """An entry's place in its tensor."""
+        return self.contents.slices.get(entry) or whole_box(entry, self._specs[entry])
+
+    def sum_up(self, pool: Executor) -> None:
+        """Find the sums that are not known."""
+        unknown = sorted(self._bits.keys() - self.sums.keys())
+        found = each(
+            pool,
+            lambda entry: box_sum(self._bits[entry], self.box(entry)),
+            unknown,
+            lambda entry: self._specs[entry].size_bytes,
+        )
+        self.sums |= dict(zip(unknown, found, strict=True))
+
+    def sum_of(self, entry: str) -> int:
+        """The sum of an entry, or of what it is tied to; all of a copy's are known."""
+        return self.sums[self.ties.get(entry, entry)]
+
     def skip(self, entries: Iterable[str]) -> None:
         """Leave entries to another rank from now on."""
         self.skipped |= set(entries)
         for entry in self.skipped:
             self._bits.pop(entry, None)
+            self.sums.pop(entry, None)
         known = self.contents
         self._know(
             {entry: record for entry, record in known.slices.items() if entry not in self.skipped},
@@ -244,10 +268,15 @@ class LastPublished:
             each(pool, move, moving, lambda entry: self._specs[entry].size_bytes)
 
     def commit(
-        self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
+        self,
+        version: WeightVersion,
+        state_hash: str,
+        digests: Mapping[str, str],
+        sums: Mapping[str, int],
     ) -> None:
-        """Set the version that the copy now is; `digests` are the changed ones."""
-        self.contents.digests.update(digests or {})
+        """Set the version that the copy now is; `digests` and `sums` are the changed ones."""
+        self.contents.digests.update(digests)
+        self.sums.update(sums)
         self.version, self.state_hash = version, state_hash
         if self._file is not None:
             try:
@@ -267,6 +296,7 @@ class LastPublished:
             slices=self.contents.slices,
             ties=self.ties,
             skipped=sorted(self.skipped),
+            sums=self.sums,
         )
 
     def adopt(self, latest: int, state_hash: str, pool: Executor) -> None:
@@ -291,7 +321,7 @@ class LastPublished:
             for entry, dtype, shape in record.lie
         }
         self._bits = file.mapped(self._specs)
-        self.ties, self.skipped = record.ties, set(record.skipped)
+        self.ties, self.skipped, self.sums = record.ties, set(record.skipped), record.sums
         self._know(record.slices, record.digests)
 
     def is_true(self, pool: Executor) -> bool:

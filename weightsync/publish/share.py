@@ -13,6 +13,7 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.bits import Bits, bytes_of
 from weightsync.encoding.codec import Encoded, Encoding, encode, encode_as
+from weightsync.layout.box_sums import added_up, run_dims
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import (
     PublishOrder,
@@ -84,7 +85,8 @@ def compared(
 
 
 class RankShare:
-    """Compares and encodes within the bounds of `work`, on `pool`."""
+    """Compares and encodes within the bounds of `work`, on `pool`. `sums`: whether versions have
+    the sum of each tensor, by which holders of parts verify them together."""
 
     def __init__(
         self,
@@ -94,9 +96,13 @@ class RankShare:
         *,
         rank: int,
         pool: Executor,
+        sums: bool,
     ) -> None:
         self._copy = copy
         self._encoding = encoding
+        self._has_sums = sums
+        self._new_sums: dict[str, int] = {}
+        """Sums of the entries that the last delta changes."""
         self._work = work
         self._rank = rank
         self._pool = pool
@@ -117,11 +123,16 @@ class RankShare:
     def write_full(self, draft: Draft) -> WrittenShare:
         """Write the copy as a full checkpoint."""
         contents = self._copy.contents
+        self._new_sums = {}
+        if self._has_sums:
+            self._copy.sum_up(self._pool)
+        sums = {e: self._copy.sum_of(e) for e in contents.layout} if self._has_sums else {}
         shards = full_shards(
             draft,
             contents.layout,
             lambda entry: bytes_of(self._copy.bits(entry)).data,
             contents.digests,
+            sums,
             rank=self._rank,
         )
         return WrittenShare(shards, {})
@@ -143,14 +154,22 @@ class RankShare:
             may_pack=self._encoding.is_ours,
         )
         digests: dict[str, str] = {}
+        self._new_sums = {}
+        if self._has_sums:
+            # Nothing to do but after a copy was taken over that knows none.
+            self._copy.sum_up(self._pool)
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
         pieces, own = self._expected_pieces(state, expected), not state.is_lasting
         for entry, encoded in compared(pieces, self._compare, self._pool, self._work, own=own):
             if encoded is None:
                 continue
+            new_sum = None
+            if encoded.sum_change is not None:
+                new_sum = added_up((self._copy.sum_of(entry), encoded.sum_change))
+                self._new_sums[entry] = new_sum
             for name in self._copy.names_of(entry):
                 digests[name] = encoded.digest
-                files.add(name, encoded)
+                files.add(name, encoded, new_sum)
         if expected:
             raise self._other_layout(f"{min(expected)} is missing")
         return WrittenShare(files.finish(), digests)
@@ -171,7 +190,7 @@ class RankShare:
             }
             shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
             self._copy.advance(shards, encodings, self._pool)
-        self._copy.commit(version, outcome.state_hash, written.digests)
+        self._copy.commit(version, outcome.state_hash, written.digests, self._new_sums)
         self._is_reported = True
 
     def _expected_pieces(self, state: TrainerState, expected: set[str]) -> Iterator[Piece]:
@@ -193,9 +212,10 @@ class RankShare:
 
     def _compare(self, entry: str, new: Bits) -> Compared:
         old = self._copy.bits(entry)
+        dims = run_dims(self._copy.box(entry)) if self._has_sums else None
         if self._encoding is Encoding.ROSEMUX:
-            return entry, encode(old, new)
-        return entry, encode_as(self._encoding, old, new)
+            return entry, encode(old, new, dims)
+        return entry, encode_as(self._encoding, old, new, dims)
 
     def _check(self, piece: Piece) -> None:
         contents = self._copy.contents

@@ -18,7 +18,7 @@ from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Layout, TensorSpec, shared_spec
 from weightsync.encoding.delta import Delta
 from weightsync.layout.box_delta import box_deltas
-from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing
+from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing, whole_box
 from weightsync.transport.ranges import ByteSpan
 
 MIN_RUN_BYTES = 256 << 10
@@ -73,10 +73,6 @@ class TensorParallel:
             min(length, size - offset) if d == dim else n for d, n in enumerate(spec.shape)
         )
         return (SliceRecord(name, spec.shape, offsets, lengths),) if lengths[dim] else ()
-
-
-def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
-    return SliceRecord(name, spec.shape, (0,) * len(spec.shape), spec.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,13 @@ class Staged:
     table: Mapping[str, str]
     """Digest of every entry of the final state: published, or computed for a full checkpoint that
     was read whole."""
+    sums: Mapping[str, int]
+    """Published sum of every entry of the final state (box_sums.py), as far as there are any."""
     partial_digests: Mapping[str, str]
     """Digests of the holder's tensors that are parts, as this receiver wrote them last: the deltas
     build on these bits. Empty for a full checkpoint."""
+    partial_sums: Mapping[str, int]
+    """Sums of the same tensors, as far as they were found."""
     budget: MemoryBudget
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""

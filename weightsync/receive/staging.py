@@ -38,8 +38,9 @@ _SMALL = 4 * MIN_CHUNK_BYTES
 class Staging:
     """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
-    For a holder of parts, at the version that the plan builds on: `known`, digests of all entries;
-    `partial`, those of the holder's tensors that are parts. `copy`: the state of the plan's first
+    For a holder of parts, at the version that the plan builds on: `known`, digests of all entries,
+    and `known_sums`; `partial`, those of the holder's tensors that are parts, and their
+    `partial_sums`. `copy`: the state of the plan's first
     step, which is changed in its place.
     """
 
@@ -54,6 +55,8 @@ class Staging:
         spool: Spool,
         known: Mapping[str, str],
         partial: Mapping[str, str],
+        known_sums: Mapping[str, int],
+        partial_sums: Mapping[str, int],
         copy: FullState | None = None,
     ) -> None:
         self._store = store
@@ -66,7 +69,8 @@ class Staging:
         self._spool = spool
         self._table = dict(known)
         self._copied = known if copy else {}
-        self._partial = partial
+        self._sums = dict(known_sums)
+        self._partial, self._partial_sums = partial, partial_sums
         self._checksums: dict[str, tuple[str, str]] = {}
         self._stored: dict[str, StoredEntry] = copy.handed_over() if copy else {}
         self._steps = plan.steps[1:] if copy else plan.steps
@@ -85,6 +89,7 @@ class Staging:
         self._whole_bytes = 0
         if step.manifest.is_full:
             self._table.clear()
+            self._sums.clear()
         for shard in step.manifest.shards:
             copy, whole = self._fetched(step, shard)
             header = _mapped_here(step, shard, whole)
@@ -99,6 +104,9 @@ class Staging:
                 algorithm = step.manifest.checksum_format
                 self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
             self._table |= checksums
+            for name in header.layout:
+                self._sums.pop(name, None)
+            self._sums |= {name: header.sums[name] for name in header.layout if name in header.sums}
             if step.manifest.is_full:
                 self._take_dense(copy, header)
             else:
@@ -128,7 +136,9 @@ class Staging:
             bytes_read=self._bytes_read,
             parts=self._held,
             table=self._table,
+            sums=self._sums,
             partial_digests=self._partial if full is None else {},
+            partial_sums=self._partial_sums if full is None else {},
             budget=self._budget,
         )
 

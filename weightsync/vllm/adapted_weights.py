@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, Stale
+from harvester.contracts.errors import ConfigError, RoseMuxError, Stale
 from harvester.contracts.ids import checked_name
 from weightsync.layout.adapter import base_of
 from weightsync.layout.manifest import AdapterRecord, Manifest
+from weightsync.receive.rank_sums import RankSums, SumVerdict
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
@@ -56,6 +57,8 @@ class AdaptedWeights:
         self._slots = slots
         self._stager: Stager[_ComingAdapter] = Stager()
         self._reader: Stager[Manifest | None] = Stager()
+        self._moves_base = False
+        """Whether the sums of a base were asked for."""
         self._held: dict[str, AdapterCopy] = {}
         """Copies in force, by the name in requests."""
 
@@ -109,6 +112,23 @@ class AdaptedWeights:
             return self._load_adapter(checked_name(request.adapter, what="adapter"), request)
         finally:
             self._stores.forget(*request.key)
+
+    def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
+        """See EngineWeights: of the base that the update brings. Ranks have whole adapters."""
+        try:
+            manifest = self._stores.manifest(*request.key)
+            record = manifest.adapter if manifest is not None else None
+        except (RoseMuxError, OSError) as error:
+            return RankSums(fault=f"{type(error).__name__}: {error}")
+        self._moves_base = record is None or not self._is_on(record)
+        if not self._moves_base:
+            return RankSums()
+        base = request if record is None else _base_request(record)
+        return self._base.sums(base, anew=anew)
+
+    def judge(self, verdict: SumVerdict) -> None:
+        if self._moves_base:
+            self._base.judge(verdict)
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""

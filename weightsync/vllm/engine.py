@@ -41,6 +41,7 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._weights = WorkerWeights(model, vllm_config, device)
         self.stage, self.report = self._weights.stage, self._weights.report
+        self.sums, self.judge = self._weights.sums, self._weights.judge
         # Called where production is beside this engine, and by the worker's sleep and wake-up.
         self.paced_by, self.set_asleep = self._weights.paced_by, self._weights.set_asleep
         add_worker_methods(Worker)

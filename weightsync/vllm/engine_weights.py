@@ -3,6 +3,9 @@
     stage   in the background, while the engine runs: pulled, decoded, tried on copies
     load    between two steps: written in place, packed forms swapped, the result hashed
 
+Between the two, ranks of one engine are compared with what the trainer published, by their `sums`
+(rank_sums.py); `judge` takes the verdict.
+
 Decides whether a preparation and a loader map are still valid; the receiver decides what is read
 and whether a state is the published one. Independent of vLLM's wire format.
 """
@@ -17,6 +20,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout, difference
 from weightsync.reading.memory_budget import STAGING_BYTES
+from weightsync.receive.rank_sums import RankSums, SumVerdict, published_sums, rank_sums
 from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
@@ -24,6 +28,7 @@ from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
 from weightsync.vllm.in_place import Trial, applied_in_place, is_provable, tried_on_copies
+from weightsync.vllm.judged_version import JudgedVersion
 from weightsync.vllm.layers import check_layers, check_sinks, derived_layers, refresh_sinks
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
@@ -76,6 +81,7 @@ class _Prepared:
     base: _Base
     staged: Staged
     trial: Trial = field(default_factory=lambda: Trial({}, {}))
+    sums: RankSums = field(default_factory=RankSums)
     mends: bool = False
     """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 
@@ -123,6 +129,7 @@ class EngineWeights:
         """Whether a failed update, or a sleep that keeps no weights, may have left others than the
         engine's first ones."""
         self._mended = 0
+        self._judged: JudgedVersion[_Prepared] = JudgedVersion()
         self._clock = MonotonicClock()
 
     @property
@@ -147,9 +154,7 @@ class EngineWeights:
                 f"{request.store} holds whole models, or this engine takes no adapters: give "
                 "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
             )
-        prepared = self._stager.take(request.key, self._preparing(request))
-        if prepared.base != self._base_for(request.store):
-            prepared = self._stager.take(request.key, self._preparing(request))
+        prepared, verdict = self._taken(request)
         staged = prepared.staged
         request.check(staged.expected.state_hash)
         self._loaded, self._in_doubt = None, True
@@ -160,11 +165,59 @@ class EngineWeights:
             staged = staged.narrowed(target.selection)
         self._forms = prepared.trial.forms
         self._retired.append(prepared)
-        applied = self._settled(self._receiver(request.store), staged, prepared.trial, target)
+        receiver = self._receiver(request.store)
+        applied = self._settled(receiver, staged, prepared.trial, target, verdict)
+        was_whole = prepared.base.target is None and staged.expected.state_hash is not None
+        self._judged.loaded(staged, verdict, was_whole=was_whole)
         self._mended += prepared.mends
         self._base = _Base(target, applied.version)
         self._loaded, self._in_doubt = (request.store, applied), False
         return applied
+
+    def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
+        """The sums of this rank's parts of a version, which is prepared first, and is then what
+        `load` loads. `anew`: from a full checkpoint, after a verdict against the deltas.
+
+        Empty before the first update, whose full version is compared with the published digests.
+        """
+        self._judged.clear()
+        if request.adapter is not None:
+            # `load` says why not.
+            return RankSums()
+        try:
+            prepared = self._now(request, anew=anew)
+        except Exception as error:
+            return self._judged.fail(error)
+        self._judged.offer(request.key, prepared)
+        return prepared.sums
+
+    def judge(self, verdict: SumVerdict) -> None:
+        """Take the verdict on what all ranks have prepared: after one against it, the next `load`
+        raises and changes nothing."""
+        self._judged.judge(verdict)
+
+    def _now(self, request: RequestedVersion, *, anew: bool = False) -> _Prepared:
+        """The version prepared for what is loaded now."""
+        if anew:
+            receiver, base = self._receiver(request.store), self._base_for(request.store)
+            key = (*request.key, anew)
+            return self._stager.take(key, lambda: self._full(receiver, base, request))
+        prepared = self._stager.take(request.key, self._preparing(request))
+        if prepared.base != self._base_for(request.store):
+            prepared = self._stager.take(request.key, self._preparing(request))
+        return prepared
+
+    def _taken(self, request: RequestedVersion) -> tuple[_Prepared, SumVerdict | None]:
+        """The preparation to load, and the verdict on it; raises if it is refused."""
+        try:
+            prepared, verdict = self._judged.taken(request.key)
+        except Exception:
+            # The files may be repaired under the same names.
+            self._receiver(request.store).forget()
+            raise
+        if prepared is not None and prepared.base == self._base_for(request.store):
+            return prepared, verdict
+        return self._now(request), None
 
     def paced_by(self, pace: Pace) -> None:
         """Make every later piece of work ask `pace`."""
@@ -174,6 +227,7 @@ class EngineWeights:
         """Wait for background work and drop the staged version, and with vLLM's level 2, which
         keeps no weights, the loaded one: the next update is a full one."""
         self._stager.clear()
+        self._judged.clear()
         if level > KEEPING_LEVEL:
             self._loaded, self._in_doubt = None, True
 
@@ -190,7 +244,10 @@ class EngineWeights:
         store, applied = self._loaded
         in_place = isinstance(self._base.target, LoaderMap)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
-        return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
+        report = {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
+        if isinstance(self._base.target, RankMap):
+            report["sums"] = self._judged.report()
+        return report
 
     def close(self) -> None:
         """Free the preparations; a later update starts over."""
@@ -226,8 +283,16 @@ class EngineWeights:
             return self._on_trial(base, target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
-            staged = self._staged(receiver, None, request, target, None)
-            return replace(self._on_trial(base, target, staged), mends=True)
+            return self._full(receiver, base, request)
+
+    def _full(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
+        """The version prepared without the deltas from the loaded one, after they have failed."""
+        target = base.target
+        receiver.select(target.selection if isinstance(target, RankMap) else None)
+        staged = self._staged(receiver, None, request, target, None)
+        if target is None:
+            return _Prepared(base=base, staged=staged)
+        return replace(self._on_trial(base, target, staged), mends=True)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
         """Raises Corrupt if the version does not lead to the published state, and Unsupported for
@@ -244,7 +309,10 @@ class EngineWeights:
             self._pool,
             budget_bytes=self._packed_ahead_bytes,
         )
-        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial)
+        boxes = {name: staged.parts.boxes[name] for name in staged.parts.partial}
+        published = published_sums(staged.parts.slicing, staged.sums)
+        sums = rank_sums(boxes, trial.sums, published)
+        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial, sums=sums)
 
     def _staged(
         self,
@@ -266,8 +334,16 @@ class EngineWeights:
             target.check_unplaced(staged.parts, staged.table)
         return staged
 
-    def _settled(self, receiver: Receiver, staged: Staged, trial: Trial, target: Target) -> Applied:
-        """Raises the errors of the attempt from a full checkpoint; the state is then in doubt."""
+    def _settled(
+        self,
+        receiver: Receiver,
+        staged: Staged,
+        trial: Trial,
+        target: Target,
+        verdict: SumVerdict | None,
+    ) -> Applied:
+        """Raises the errors of the attempt from a full checkpoint, and Corrupt if it leads to other
+        parts than those that were verified; the state is then in doubt."""
         mends = False
         if isinstance(target, LoaderMap) and is_provable(staged):
             try:
@@ -281,9 +357,13 @@ class EngineWeights:
                 mends = True
                 staged = receiver.prepare(None, staged.plan.target)
             else:
-                receiver.wrote(staged, trial.digests)
+                receiver.wrote(staged, trial.digests, trial.sums)
                 return applied
         applied = receiver.settle(staged, target)
+        if mends and verdict is not None:
+            for name, digest in receiver.written_parts.items():
+                if trial.digests.get(name) != digest:
+                    raise Corrupt(f"{name} of a full checkpoint differs from its verified deltas")
         self._mended += mends
         return applied
 

@@ -11,18 +11,21 @@ digests must be those of the trial.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
-from weightsync.elements.batches import each
+from weightsync.elements.batches import each, spread
 from weightsync.elements.bits import Bits, bits_of
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.delta import apply_all
+from weightsync.layout.box_sums import box_sum, changed_box_sum
 from weightsync.layout.slices import SliceRecord, digests_in
+from weightsync.receive.full_state import FullState
+from weightsync.receive.rank_sums import published_sums
 from weightsync.receive.staged import (
     PARTS_CHANGED,
     Applied,
@@ -47,6 +50,8 @@ class Trial:
     """Packed forms of changed layers, as far as the budget went."""
     digests: Mapping[str, str]
     """Digest that each of the target's tensors will have; empty unless `is_provable`."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """Sum of each of its tensors that is held in part and whose tensor has a published one."""
 
 
 def is_provable(staged: Staged) -> bool:
@@ -115,8 +120,10 @@ def tried_on_copies(
     """
     forms: dict[Any, PackedForm] = {}
     digests: dict[str, str] = {}
+    sums: dict[str, int] = {}
     published: dict[str, str] = {}
     partial = staged.parts.partial
+    summed = summed_parts(staged)
     slices = staged.expected.slicing.by_tensor() if is_provable(staged) else None
     parts = _parts(target, staged, packed, budget_bytes)
     if slices is None:
@@ -124,13 +131,14 @@ def tried_on_copies(
         parts = [part for part in parts if part.layers or theirs.keys() & set(part.names)]
     done = each(
         pool,
-        lambda part: _try_part(target, staged, part, pack, partial, slices),
+        lambda part: _try_part(target, staged, part, pack, partial, summed, slices),
         parts,
         lambda part: part.size_bytes,
     )
     for tried, entries in done:
         forms |= tried.forms
         digests |= tried.digests
+        sums |= tried.sums
         published |= entries
     if slices is not None:
         try:
@@ -140,7 +148,31 @@ def tried_on_copies(
                 f"version {staged.plan.target} on top of this engine's weights would not be the "
                 f"published state: {error}"
             ) from error
-    return Trial(forms, digests)
+    elif staged.full is not None:
+        sums = _sums_of_full(staged.full, staged, summed, pool)
+    return Trial(forms, digests, sums)
+
+
+def summed_parts(staged: Staged) -> frozenset[str]:
+    """The holder's tensors that are a part of a tensor with a published sum."""
+    known = published_sums(staged.parts.slicing, staged.sums)
+    boxes = staged.parts.boxes
+    return frozenset(name for name in staged.parts.partial if boxes[name].tensor in known)
+
+
+def _sums_of_full(
+    full: FullState, staged: Staged, summed: Collection[str], pool: Executor
+) -> dict[str, int]:
+    names = sorted(summed)
+    boxes, limit_bytes = staged.parts.boxes, staged.budget.lent_bytes
+    found = spread(
+        pool,
+        lambda name: box_sum(full[name], boxes[name]),
+        names,
+        staged.lent_bytes,
+        limit_bytes=limit_bytes,
+    )
+    return dict(zip(names, found, strict=True))
 
 
 def _parts(
@@ -175,11 +207,13 @@ def _try_part(
     part: _Part,
     pack: Pack,
     partial: Collection[str],
+    summed: Collection[str],
     slices: Slices | None,
 ) -> tuple[Trial, dict[str, str]]:
     """The trial of a part, and the digests by entry of its tensors that are the checkpoint's whole
-    ones. `partial`: tensors that are only a part of the checkpoint's. `slices`: entries of tensors
-    that are stored in slices; None if nothing is hashed."""
+    ones. `partial`: tensors that are only a part of the checkpoint's; `summed`: those of them whose
+    sum is asked for. `slices`: entries of tensors that are stored in slices; None if nothing is
+    hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
         weight, copies = _weight_copy(target, part)
@@ -190,6 +224,7 @@ def _try_part(
             for name in part.names
         }
     digests: dict[str, str] = {}
+    sums: dict[str, int] = {}
     published: dict[str, str] = {}
     for name, bits in copies.items():
         if staged.full is not None:
@@ -202,12 +237,17 @@ def _try_part(
         if name in partial and digest_of(bits) != staged.partial_digests.get(name):
             raise Corrupt(PARTS_CHANGED)
         digests[name] = apply_all(staged.deltas.get(name, ()), bits, hashed=True)
+        if name in summed:
+            # The bits before are those with the known sum, as their digest shows.
+            known, is_same = staged.partial_sums.get(name), name not in staged.deltas
+            old = bits if known is None or is_same else target.bits(name)
+            sums[name] = changed_box_sum(known, old, bits, staged.parts.boxes[name])
         if name in slices:
             published |= digests_in(bits, slices[name])
         elif name not in partial:
             published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
-    return Trial(forms, digests), published
+    return Trial(forms, digests, sums), published
 
 
 def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str, Bits]]:

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.wire.engines import WorkerMethod
+from weightsync.receive.rank_sums import RankSums, SumVerdict
 from weightsync.vllm.layers import check_layers
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
@@ -54,6 +55,12 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         return self._attached.stage(update_info)
+
+    def sums(self, update_info: UpdateInfo, **asked: Any) -> RankSums:
+        return self._attached.sums(update_info, **asked)
+
+    def judge(self, verdict: SumVerdict) -> None:
+        self._attached.judge(verdict)
 
     def paced_by(self, pace: Pace) -> None:
         self._pace = pace

@@ -11,7 +11,7 @@ import inspect
 import logging
 
 from harvester.contracts.stock_fallback import guarded
-from weightsync.vllm import executor_replies
+from weightsync.vllm import executor_replies, rank_agreement
 from weightsync.vllm.adapter_names import register_resolver
 
 BACKEND = "rosemux"
@@ -48,6 +48,7 @@ def _register() -> None:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, *ENGINES[shape])
     executor_replies.install(BACKEND)
+    rank_agreement.install(BACKEND)
     from vllm import envs
     from vllm.platforms import current_platform
 

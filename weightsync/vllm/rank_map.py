@@ -19,13 +19,12 @@ import torch
 
 from harvester.contracts.errors import Unsupported
 from weightsync.elements.bits import Layout, TensorSpec, torch_dtypes, zero_tensor
-from weightsync.layout.slices import SliceRecord, Slicing
+from weightsync.layout.slices import SliceRecord, Slicing, whole_box
 from weightsync.receive.held_parts import (
     HeldParts,
     element_strides,
     held_name,
     held_parts,
-    whole_box,
 )
 from weightsync.vllm.loader_map import LoaderMap, is_held, no_place, twins_of
 from weightsync.vllm.loader_trace import LoaderCopy, drawn, recorded

@@ -4,6 +4,7 @@ Decides which objects a worker's model and settings need, and the allowed order 
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,9 @@ from harvester.contracts.errors import (
 from harvester.contracts.ids import checked_name
 from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
-from weightsync.layout import box_delta
+from weightsync.layout import box_delta, box_sums
 from weightsync.reading.memory_budget import STAGING_BYTES
+from weightsync.receive.rank_sums import RankSums, SumVerdict, without_boxes
 from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
 from weightsync.transport.base_checkpoint import BaseCheckpoint, has_shards
 from weightsync.transport.location import StoreRoot
@@ -33,6 +35,7 @@ from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, Request
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
+from weightsync.vllm.rank_agreement import JUDGE_METHOD, SUMS_METHOD
 from weightsync.vllm.rank_parts import is_partial
 from weightsync.vllm.stager import StageState, StageStatus
 
@@ -73,6 +76,7 @@ class WorkerWeights:
         sliced = vllm_config.parallel_config.world_size > 1 or is_partial(model)
         if sliced:
             box_delta.warm_up()
+            box_sums.warm_up()
         base = EngineWeights(
             model,
             vllm_config.model_config,
@@ -105,6 +109,20 @@ class WorkerWeights:
             message = f"{type(error).__name__}: {error}"
             status = StageStatus(state=StageState.FAILED, message=message)
         return {"state": status.state.value, "message": status.message}
+
+    def sums(
+        self, update_info: UpdateInfo, *, anew: bool = False, known: Sequence[str] = ()
+    ) -> RankSums:
+        """This rank's words for the verdict of all; `known`: ids of boxes that the caller knows."""
+        if self._asleep:
+            return RankSums()
+        # A step may still read the weights after its call has returned.
+        self._await_device()
+        return without_boxes(self._weights.sums(update_info.requested, anew=anew), known)
+
+    def judge(self, verdict: SumVerdict) -> None:
+        """Take the verdict, before the update is loaded."""
+        self._weights.judge(verdict)
 
     def set_asleep(self, *, asleep: bool, level: int = KEEPING_LEVEL) -> None:
         """Record that the weights fall asleep, by vLLM's level, or are awake again. Nothing touches
@@ -157,6 +175,21 @@ def add_worker_methods(worker_class: Any) -> None:
         status: dict[str, str] = worker.weight_transfer_engine.stage(update_info)
         return status
 
+    def rosemux_sums(
+        worker: Any, update_info: dict[str, Any], anew: bool, known: Sequence[str]
+    ) -> RankSums | None:
+        # Engines for older versions of vLLM give none.
+        sums = getattr(worker.weight_transfer_engine, "sums", None)
+        if sums is None:
+            return None
+        words: RankSums = sums(UpdateInfo(**update_info), anew=anew, known=known)
+        return words
+
+    def rosemux_judge(worker: Any, verdict: SumVerdict) -> None:
+        worker.weight_transfer_engine.judge(verdict)
+
+    setattr(worker_class, SUMS_METHOD, rosemux_sums)
+    setattr(worker_class, JUDGE_METHOD, rosemux_judge)
     setattr(worker_class, WorkerMethod.WEIGHTS, rosemux_weights)
     setattr(worker_class, WorkerMethod.STAGE, rosemux_stage)
     _follow_sleep(worker_class)

@@ -47,6 +47,24 @@ def test_tensors_and_metadata_come_back() -> None:
         assert shard_data(data, header, name).tobytes() == content
 
 
+@pytest.mark.parametrize("count", [3, 300])
+def test_sums_come_back_from_plain_and_packed_headers(count: int) -> None:
+    """A reader that does not know them finds the checksums of the tensors all the same."""
+    names = [f"t{number}" for number in reversed(range(count))]
+    layout = {name: TensorSpec("U8", (2,)) for name in names}
+    sums = {name: (1 << 64) - 1 - number for number, name in enumerate(names)}
+    digests = {name: f"{number:x}" for number, name in enumerate(names)}
+    chunks = shard_chunks(layout, lambda _: b"ab", digests, sums=sums, may_pack=True)
+    header = shard_header(np.frombuffer(b"".join(bytes(c) for c in chunks), np.uint8))
+    assert (header.sums, header.metadata) == (sums, digests)
+
+
+@pytest.mark.parametrize("summed", ["", "!", "AAAA", "A" * 24])
+def test_sums_that_are_not_of_the_tensors_are_corrupt(summed: str) -> None:
+    with pytest.raises(Corrupt, match="sums"):
+        shard_header(_file({"__metadata__": {"rosemux.sums": summed}, "a": _entry()}, bytes(4)))
+
+
 @pytest.mark.parametrize(
     "header",
     [
