@@ -98,7 +98,7 @@ class CoserveScheduler(AsyncScheduler):
         self._residency = residency(
             self.vllm_config, core.model_executor, self._vllm, shared_kv=shared_kv
         )
-        self._slot.load.sleeps = self._residency is not None
+        self._slot.sleeps = self._residency is not None
         self._kv.give_back_unused()
         self._ask_workers()
         self._work = work_gate()
@@ -127,13 +127,13 @@ class CoserveScheduler(AsyncScheduler):
         """vLLM's own answer; within a step, whether a step is to be launched."""
         if self.in_step:
             return self._granted_tokens is not None
-        with self._slot.own_work():
+        with self._slot.own_work:
             self._keep_within_budget()
         return bool(super().has_requests())
 
     def admits(self) -> bool:
         """Decide once whether a step may be launched now: there is work and the gate is open."""
-        with self._slot.own_work():
+        with self._slot.own_work:
             tokens = self._granted_tokens = self._admitted_tokens()
             if tokens is not None:
                 self.max_num_scheduled_tokens = tokens
@@ -189,7 +189,7 @@ class CoserveScheduler(AsyncScheduler):
             )
         self._granted_tokens = None
         output = super().schedule(*args, **kwargs)
-        with self._slot.own_work():
+        with self._slot.own_work:
             stepping = output.num_scheduled_tokens
             self._prefixes.stepped(stepping, open_requests=self.requests, now=self._clock.now())
             if (total := output.total_num_scheduled_tokens) > 0:
@@ -200,10 +200,10 @@ class CoserveScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        with self._slot.own_work():
+        with self._slot.own_work:
             stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        with self._slot.own_work():
+        with self._slot.own_work:
             for request in stepped:
                 if request is not None and request.status in _BY_ITSELF:
                     most_blocks = self._most_retained()
@@ -266,8 +266,8 @@ class CoserveScheduler(AsyncScheduler):
                 self._abort(self._youngest_holding(short_tokens))
                 short_tokens = self._kv.keep_within(budget_tokens)
             self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
-            self._slot.load.kv_budget_tokens = budget_tokens
-            self._slot.load.kv_tokens_short = short_tokens
+            self._slot.kv_obeyed_tokens = budget_tokens
+            self._slot.kv_short_tokens = short_tokens
             self._lay_weights_down()
             self._measure_load()
             self._slot.publish()

@@ -229,7 +229,7 @@ def test_a_turn_that_the_budget_cannot_hold_does_not_wait_for_ever(
     scheduler = scene.scheduler
     scheduler._kv = SimpleNamespace(tokens_withheld=900, tokens_total=1000, keep_within=lambda _: 0)
     setattr(scheduler, queue, [SimpleNamespace(request_id="a", num_tokens=100)])
-    scheduler._slot.load.kv_budget_tokens = scheduler._slot.kv_budget_tokens()
+    scheduler._slot.kv_obeyed_tokens = scheduler._slot.kv_budget_tokens()
     assert scene.admits(), "the other turn goes on"
     assert scene.core.ended == ["a"]
     assert list(scheduler.requests) == ["b"]
@@ -274,7 +274,7 @@ class Sleeper:
         self.usable = 4
         scheduler = scene.scheduler
         self.weights = scheduler._residency = Weights(self.log)
-        scheduler._slot.load.sleeps = True
+        scheduler._slot.sleeps = True
         scheduler._work = WorkGate(scene.directory)
         scheduler.block_size, scheduler._extended = 16, False
         scheduler._ask_workers = lambda: None

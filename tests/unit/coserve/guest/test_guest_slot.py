@@ -249,9 +249,9 @@ def test_a_budget_is_owed_until_the_loop_has_obeyed_it(slot: Slot, guest: GuestS
     slot.grant(kv_budget_tokens=600)
     guest.decide()
     assert (guest.kv_budget_tokens(), guest.owes_memory()) == (600, True)
-    guest.load.kv_budget_tokens, guest.load.kv_tokens_short = 600, 8
+    guest.kv_obeyed_tokens, guest.kv_short_tokens = 600, 8
     assert guest.owes_memory(), "requests still hold some"
-    guest.load.kv_tokens_short = 0
+    guest.kv_short_tokens = 0
     assert not guest.owes_memory()
 
 
