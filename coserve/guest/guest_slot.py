@@ -19,7 +19,7 @@ from coserve.guest.guest_steps import GuestSteps, ProductionMoment
 from coserve.guest.isolation_watch import IsolationWatch, ObservedIsolation
 from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
+from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.granted_pulses import GrantedPulses
 from coserve.law.lending import lending
 from harvester.contracts.bell import Word
@@ -175,22 +175,13 @@ class GuestSlot:
 
     def _decided(self, load: tuple[int, int], now_ns: int) -> StepDecision:
         steps, seen = self.steps, self._seen
-        guest = GuestLoad(
-            step_time=steps.model,
-            decodes=load[0],
-            context_tokens=load[1],
-            launched_s=steps.launched_s,
-            cap=self._token_limit,
-            rest_s=steps.rest_s,
-            quiet_s=steps.quiet_s,
-            rested_ns=steps.rested_ns,
-            last_end_ns=steps.last_end_ns,
-            last_own_s=steps.last_own_s,
-        )
+        guest = steps.load
+        guest.decodes, guest.context_tokens = load
+        guest.launched_s, guest.cap = steps.launched_s, self._token_limit
         may_probe = now_ns > steps.probe_ns
         decision = decide(seen.grant, seen.pulses, guest, may_probe=may_probe, now_ns=now_ns)
         if decision.owed_s is not None:
-            steps.rest_s, steps.rested_ns = decision.owed_s, now_ns
+            guest.rest_s, guest.rested_ns = decision.owed_s, now_ns
         return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
@@ -265,7 +256,7 @@ class GuestSlot:
                 now_ns=now_ns,
                 preempted=self.granted.blocking_ratio < 1.0,
             )
-            if self.steps.last_own_s > self.steps.last_predicted_s:
+            if self.steps.load.last_own_s > self.steps.last_predicted_s:
                 # The machine may have become slower: the next step is decided by what was learned.
                 self._seen.decision = None
             wait_s, self._mean_wait_s = self._mean_wait_s, None
@@ -314,7 +305,7 @@ class GuestSlot:
             tokens_total=steps.tokens_total,
             last_step_tokens=steps.last_tokens,
             last_step_s=steps.last_step_s,
-            last_step_end_ns=steps.last_end_ns,
+            last_step_end_ns=steps.load.last_end_ns,
             blocking_ratio=observed.blocking_ratio,
             isolation_fault=observed.fault[:_FAULT_CHARACTERS],
             step_over_ratio=steps.model.over_ratio,
