@@ -96,7 +96,7 @@ class StepsMet:
 class GuestSteps:
     model: StepTimeModel = field(default_factory=StepTimeModel)
     load: GuestLoad = field(init=False)
-    """What the next step is decided by."""
+    """State that decides the next step."""
     met: StepsMet = field(default_factory=StepsMet)
     launched_total: int = 0
     finished_total: int = 0

@@ -87,7 +87,7 @@ def only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
 @dataclass(slots=True)
 class _Core:
     told: EngineCore
-    """Its latest statistics; zeros if none came to this process."""
+    """Latest statistics of the core; zeros if none came to this process."""
     last_step_ns: int = 0
     ours: int = 0
     """This process's requests that decode on the core, at its last step with such a request."""

@@ -51,7 +51,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Told(msgspec.Struct):
-    """What the pulse tells of past events, under the page's names."""
+    """Counts and samples of past events, under the page's names."""
 
     steps_total: int = 0
     step_s_mean: float = 0.0

@@ -140,7 +140,7 @@ def _memory(settings: GuestSettings) -> MemoryPlacement:
 
 
 def _held(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) -> str:
-    """What the KV takes under this placement. Raises Unsupported or ConfigError where it is
+    """Memory that the KV takes under this placement. Raises Unsupported or ConfigError where it is
     impossible."""
     size = f"{settings.kv_cache_bytes / _GIB:.2f} GiB of KV"
     match memory:
@@ -167,7 +167,7 @@ def _held(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) 
 
 
 def _weights_leave(settings: GuestSettings, vllm: Capabilities) -> str:
-    """Where sleeping weights go. Raises Unsupported or ConfigError where they cannot leave."""
+    """Place of sleeping weights. Raises Unsupported or ConfigError where they cannot leave."""
     if not settings.gpus:
         raise Unsupported("on a CPU there is no other memory for the weights to go to")
     residency.check(vllm, shared_kv=bool(settings.shared_kv))
