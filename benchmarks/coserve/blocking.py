@@ -1,7 +1,9 @@
 """Guest steps that one production request meets before its first token.
 
-A step meets a request if it is under way when the request is due, or begins before the request has
-its first token. Steps are read from the guest's page, which has the latest ones.
+A step meets a request if it is under way when the client sends the request, or begins before the
+client has its first token. The time between due and sent is left out: the client waits for a core
+then, and no guest can know of the request. Steps are read from the guest's page, which has the
+latest ones.
 """
 
 import asyncio
@@ -46,14 +48,14 @@ class StepWatch:
 def blocking_histogram(
     requests: Iterable[ProductionRequest], steps_s: Sequence[tuple[float, float]]
 ) -> dict[int, int]:
-    """Requests by the number of guest steps that they met; requests without a first token are left
-    out."""
+    """Requests by the number of guest steps that they met; requests without a first token, or of a
+    client that noted no time of sending, are left out. `steps_s` is in the order of time."""
     starts, ends = [start_s for start_s, _ in steps_s], [end_s for _, end_s in steps_s]
     counts: Counter[int] = Counter()
     for request in requests:
-        if request.ttft_s is not None:
+        if request.ttft_s is not None and request.sent_s is not None:
             begun = bisect_left(starts, request.due_s + request.ttft_s)
-            counts[max(0, begun - bisect_right(ends, request.due_s))] += 1
+            counts[max(0, begun - bisect_right(ends, request.sent_s))] += 1
     return dict(sorted(counts.items()))
 
 

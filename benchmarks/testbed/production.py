@@ -35,6 +35,7 @@ class StreamWatch:
     """
 
     due_s: float
+    sent_s: float | None = None
     ttft_s: float | None = None
     itl_s: list[float] = field(default_factory=list)
     done: bool = False
@@ -157,6 +158,7 @@ class ProductionClient:
         self._report(watch, arrival, arm, block)
 
     async def _stream(self, watch: StreamWatch, body: bytes) -> None:
+        watch.sent_s = self.clock.now()
         async with self.session.post(
             f"{self.url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
         ) as response:
@@ -190,6 +192,7 @@ class ProductionClient:
                 itl_s=tuple(watch.itl_s),
                 failed=bool(watch.error),
                 error=watch.error,
+                sent_s=watch.sent_s,
                 trace_index=arrival.index,
             )
         )

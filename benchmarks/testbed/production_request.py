@@ -17,5 +17,7 @@ class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="producti
     itl_s: tuple[float, ...]
     failed: bool
     error: str = ""
+    sent_s: float | None = None
+    """Time at which the client began to send it; None if it never did."""
     trace_index: int = -1
     """Position in the replayed window: the same index is the same request in every block."""

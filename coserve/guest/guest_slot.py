@@ -7,17 +7,19 @@ Imports nothing of vLLM.
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_
 from pathlib import Path
 from random import random
 from time import thread_time_ns
 
+import msgspec
+
 from coserve.guest.guest_steps import GuestSteps, ProductionMoment
 from coserve.guest.isolation_watch import IsolationWatch, ObservedIsolation
 from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
+from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.granted_pulses import GrantedPulses
 from coserve.law.lending import lending
 from harvester.contracts.bell import Word
@@ -54,29 +56,22 @@ _LENDING_NS = 1_000_000_000
 _FAULT_CHARACTERS = 300
 
 
-@dataclass(slots=True)
-class GuestQueue:
-    """Present state of the guest's scheduler."""
+class GuestQueue(msgspec.Struct):
+    """Present state of the guest's scheduler, under the names of its page."""
 
     running: int = 0
     waiting: int = 0
     kv_tokens: int = 0
     kv_tokens_total: int = 0
     kv_tokens_withheld: int = 0
-    kv_budget_tokens: int | None = None
-    """The last obeyed budget; None: no limit."""
-    kv_tokens_short: int = 0
-    """KV tokens that requests held above the budget at that time."""
     kv_tokens_retained: int = 0
     prefix_tokens_used_total: int = 0
     prefix_tokens_dropped_total: int = 0
     weight_version: str = ""
     processes: tuple[ProcessId, ...] = ()
-    sleeps: bool = False
-    """Whether the weights are offloaded when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
-    memory: GuestMemory = field(default_factory=GuestMemory)
+    memory: GuestMemory = GuestMemory()
 
 
 class OwnWork:
@@ -99,7 +94,8 @@ class _SeenPages:
     """Conclusions from the pages as last read. Most steps begin and end between two writes of a
     page, which come each 100 ms."""
 
-    pages: tuple[Reading[Grant] | Reading[PulseHead], ...] = ()
+    grant: Reading[Grant]
+    pulses: Sequence[Reading[PulseHead]] = ()
     moment: ProductionMoment | None = None
     """Production's state; None if it is unknown, or not asked for yet."""
     decision: StepDecision | None = None
@@ -107,12 +103,6 @@ class _SeenPages:
     was and no step was longer than predicted, since only a page can tell of an arrival."""
     load: tuple[int, int] = (0, 0)
     """Decodes and context tokens of the decision."""
-
-    def of(self, pages: tuple[Reading[Grant] | Reading[PulseHead], ...]) -> "_SeenPages":
-        """Itself while each page is the same reading as before."""
-        if len(pages) == len(self.pages) and all(map(is_, pages, self.pages)):
-            return self
-        return _SeenPages(pages)
 
 
 class GuestSlot:
@@ -127,23 +117,28 @@ class GuestSlot:
         self._guest_page.make()
         self._look_ns = self._published_ns = 0
         self._pulses = GrantedPulses(self._directory)
-        self._pulses_read: Sequence[Reading[PulseHead]] = ()
-        """Pulse pages as read for the last decision."""
         self._token_limit = token_limit
-        self._seen = _SeenPages()
+        self._seen = _SeenPages(self._grant_page.read())
         self.steps = GuestSteps()
         self.load = GuestQueue()
+        self.kv_obeyed_tokens: int | None = None
+        """The last obeyed budget; None: no limit."""
+        self.kv_short_tokens = 0
+        """KV tokens that requests held above the budget at that time."""
+        self.sleeps = False
+        """Whether the weights are offloaded when the slot falls asleep."""
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._mean_wait_s: float | None = None
         """`mean_wait_s` of the launched step; a step that owes a rest runs alone."""
-        self._grant: Reading[Grant] = self._grant_page.read()
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
         """The last readable grant; without a grant nothing falls asleep or wakes up."""
         self._memory_deadline = MemoryDeadline()
         self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
-        self._decide_s, self._work = 0.0, OwnWork()
+        self._decide_s = 0.0
+        self.own_work = OwnWork()
+        """Accounts for the CPU time of the engine loop's thread."""
         self._lending_ns, self._lends = 0, Lending()
         self._closed = False
         self._lock = threading.Lock()
@@ -157,17 +152,16 @@ class GuestSlot:
         with self._lock:
             # CPU time of this thread: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
-            grant = self._grant = self._grant_page.read(now_ns=now_ns)
+            grant = self._grant_page.read(now_ns=now_ns)
             pulses: list[Reading[PulseHead]] = []
             if grant.record is not None:
                 self._granted_ns, self.granted = now_ns, grant.record
                 pulses = self._pulses.read(grant.record, now_ns=now_ns)
-            self._pulses_read = pulses
-            seen = self._seen = self._seen.of((grant, *pulses))
+            seen = self._see(grant, pulses)
             load = self.load.running, -(-self.load.kv_tokens // _HELD_TOKENS) * _HELD_TOKENS
             decision = seen.decision
             if decision is None or load != seen.load or self.steps.owes:
-                decision = self._decided(grant, pulses, load, now_ns)
+                decision = self._decided(load, now_ns)
                 holds = decision.open and decision.owed_s is not None
                 holds = holds and decision.mean_wait_s is None and not self.steps.owes
                 seen.decision, seen.load = decision if holds else None, load
@@ -179,30 +173,15 @@ class GuestSlot:
                 self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
             return decision
 
-    def _decided(
-        self,
-        grant: Reading[Grant],
-        pulses: Sequence[Reading[PulseHead]],
-        load: tuple[int, int],
-        now_ns: int,
-    ) -> StepDecision:
-        steps = self.steps
-        guest = GuestLoad(
-            step_time=steps.model,
-            decodes=load[0],
-            context_tokens=load[1],
-            launched_s=steps.launched_s,
-            cap=self._token_limit,
-            rest_s=steps.rest_s,
-            quiet_s=steps.quiet_s,
-            rested_ns=steps.rested_ns,
-            last_end_ns=steps.last_end_ns,
-            last_own_s=steps.last_own_s,
-        )
+    def _decided(self, load: tuple[int, int], now_ns: int) -> StepDecision:
+        steps, seen = self.steps, self._seen
+        guest = steps.load
+        guest.decodes, guest.context_tokens = load
+        guest.launched_s, guest.cap = steps.launched_s, self._token_limit
         may_probe = now_ns > steps.probe_ns
-        decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
+        decision = decide(seen.grant, seen.pulses, guest, may_probe=may_probe, now_ns=now_ns)
         if decision.owed_s is not None:
-            steps.rest_s, steps.rested_ns = decision.owed_s, now_ns
+            guest.rest_s, guest.rested_ns = decision.owed_s, now_ns
         return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
@@ -226,7 +205,7 @@ class GuestSlot:
 
     def grace_over(self) -> bool:
         """Whether, at the last decision, the grant had been missing for longer than its grace."""
-        if self._grant.record is not None:
+        if self._seen.grant.record is not None:
             return False
         return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
 
@@ -239,10 +218,9 @@ class GuestSlot:
 
     def owes_memory(self) -> bool:
         """Whether the engine loop must obey a new budget, or sleep or wake."""
-        load = self.load
-        if load.sleeps and load.weights_away != self.granted.asleep:
+        if self.sleeps and self.load.weights_away != self.granted.asleep:
             return True
-        return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
+        return self.kv_short_tokens > 0 or self.kv_obeyed_tokens != self.kv_budget_tokens()
 
     def memory_missed(self) -> bool:
         """Whether the guest, at the last decision, had held more than its budget for longer than
@@ -263,7 +241,7 @@ class GuestSlot:
                 decodes=decodes,
                 prefill_tokens=prefill_tokens,
                 context_tokens=self.load.kv_tokens,
-                production=self._production(self._pulses_read, now_ns),
+                production=self._production(now_ns),
                 now_ns=now_ns,
             )
             self._mean_wait_s = self._for_step.mean_wait_s
@@ -272,22 +250,18 @@ class GuestSlot:
         """Record the end of the oldest launched step."""
         with self._lock:
             now_ns = monotonic_ns()
-            read = [page.read(now_ns=now_ns) for page in self._pulses.pages]
+            self._see(self._seen.grant, [page.read(now_ns=now_ns) for page in self._pulses.pages])
             self.steps.finish(
-                production=self._production(read, now_ns),
+                production=self._production(now_ns),
                 now_ns=now_ns,
                 preempted=self.granted.blocking_ratio < 1.0,
             )
-            if self.steps.last_own_s > self.steps.last_predicted_s:
+            if self.steps.load.last_own_s > self.steps.last_predicted_s:
                 # The machine may have become slower: the next step is decided by what was learned.
                 self._seen.decision = None
             wait_s, self._mean_wait_s = self._mean_wait_s, None
             if wait_s is not None:
                 self.steps.rest(wait_s, self.granted, chance=random())
-
-    def own_work(self) -> "OwnWork":
-        """Accounts for the CPU time of the calling thread, which is the engine loop's."""
-        return self._work
 
     def aborted(self, requests: int) -> None:
         self._aborted += requests
@@ -319,7 +293,10 @@ class GuestSlot:
         decision, steps = self.last, self.steps
         observed = ObservedIsolation() if self._watch is None else self._watch.observed
         alone, beside = steps.calibrations(now_ns=now_ns)
+        queue = msgspec.structs.asdict(self.load)
+        queue["processes"] = self.load.processes[:_MOST_PROCESSES]
         return Guest(
+            **queue,
             epoch=self.granted.epoch,
             gate="open" if decision.open else "closed",
             reason=(decision.fault or decision.reason or ""),
@@ -328,29 +305,16 @@ class GuestSlot:
             tokens_total=steps.tokens_total,
             last_step_tokens=steps.last_tokens,
             last_step_s=steps.last_step_s,
-            last_step_end_ns=steps.last_end_ns,
-            running=self.load.running,
-            waiting=self.load.waiting,
-            kv_tokens=self.load.kv_tokens,
-            kv_tokens_total=self.load.kv_tokens_total,
-            kv_tokens_withheld=self.load.kv_tokens_withheld,
-            kv_tokens_retained=self.load.kv_tokens_retained,
-            prefix_tokens_used_total=self.load.prefix_tokens_used_total,
-            prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
-            processes=self.load.processes[:_MOST_PROCESSES],
-            isolation=self.load.isolation,
+            last_step_end_ns=steps.load.last_end_ns,
             blocking_ratio=observed.blocking_ratio,
             isolation_fault=observed.fault[:_FAULT_CHARACTERS],
-            memory=self.load.memory,
-            weights_away=self.load.weights_away,
             step_over_ratio=steps.model.over_ratio,
             step_calibration=alone,
             beside_calibration=beside,
-            weight_version=self.load.weight_version,
             aborted_total=self._aborted,
             closings_total=self._closings,
             decide_s_mean=self._decide_s,
-            step_work_s_total=self._work.total_s,
+            step_work_s_total=self.own_work.total_s,
             lending=self._lending(now_ns),
             steps_met=tuple(steps.met.counts),
             latest_steps_ns=tuple(steps.latest_ns),
@@ -369,24 +333,24 @@ class GuestSlot:
                 )
         return self._lends
 
-    def _production(
-        self, read: Sequence[Reading[PulseHead]], now_ns: int
-    ) -> ProductionMoment | None:
-        seen = self._seen = self._seen.of((self._grant, *read))
-        if seen.moment is None:
-            seen.moment = self._shown(read, now_ns)
-        return seen.moment
+    def _see(self, grant: Reading[Grant], pulses: Sequence[Reading[PulseHead]]) -> _SeenPages:
+        """Conclusions from these readings; the earlier ones while each page reads as before."""
+        seen = self._seen
+        alike = grant is seen.grant and len(pulses) == len(seen.pulses)
+        if not (alike and all(map(is_, pulses, seen.pulses))):
+            seen = self._seen = _SeenPages(grant, pulses)
+        return seen
 
-    def _shown(self, read: Sequence[Reading[PulseHead]], now_ns: int) -> ProductionMoment | None:
-        """Production's state by readings of all pulses; None without the grant or one of them."""
-        grant = self._grant.record
-        if grant is None:
-            return None
-        pulses = [reading.record for reading in read if reading.record is not None]
-        if len(pulses) < len(read):
-            return None
-        return ProductionMoment(
-            idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
-            sum([pulse.requests_total for pulse in pulses]),
-            sum([pulse.waiting for pulse in pulses]),
-        )
+    def _production(self, now_ns: int) -> ProductionMoment | None:
+        """Production's state by the pages as last read; None without the grant or a pulse."""
+        seen = self._seen
+        grant = seen.grant.record
+        if seen.moment is None and grant is not None:
+            pulses = [reading.record for reading in seen.pulses if reading.record is not None]
+            if len(pulses) == len(seen.pulses):
+                seen.moment = ProductionMoment(
+                    idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
+                    sum([pulse.requests_total for pulse in pulses]),
+                    sum([pulse.waiting for pulse in pulses]),
+                )
+        return seen.moment

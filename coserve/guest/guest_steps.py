@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coserve.law.gate import GuestLoad
 from coserve.law.phantom import rest_s
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Calibration, Grant
@@ -94,34 +95,30 @@ class StepsMet:
 @dataclass(slots=True)
 class GuestSteps:
     model: StepTimeModel = field(default_factory=StepTimeModel)
+    load: GuestLoad = field(init=False)
+    """State that decides the next step."""
     met: StepsMet = field(default_factory=StepsMet)
     launched_total: int = 0
     finished_total: int = 0
     tokens_total: int = 0
     last_tokens: int = 0
     last_step_s: float = 0.0
-    last_own_s: float = 0.0
-    """The last step's time without production's: what an arrival may have to wait for."""
     last_predicted_s: float = 0.0
-    last_end_ns: int = 0
     latest_ns: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST_STEPS))
     """Start and end of the latest steps."""
     probe_ns: int = 0
     """Earliest time of the next probe."""
-    rest_s: float = 0.0
-    """Idle time of production that the last step still owes."""
-    quiet_s: float = 0.0
-    """Part of it that must be in one piece before the next step."""
-    rested_ns: int = 0
-    """Time until which the rest is counted."""
     _launched: deque[_Launched] = field(default_factory=deque)
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     _calibrated_ns: int = 0
 
+    def __post_init__(self) -> None:
+        self.load = GuestLoad(self.model)
+
     @property
     def owes(self) -> bool:
         """Whether a step runs, or the last one still owes a rest."""
-        return bool(self._launched) or self.quiet_s > 0.0
+        return bool(self._launched) or self.load.quiet_s > 0.0
 
     @property
     def launched_s(self) -> float:
@@ -153,19 +150,21 @@ class GuestSteps:
     ) -> None:
         """Record the end of the oldest launched step. `preempted`: production interrupts steps, so
         that one lasts as long as production is busy; its own time comes from the model."""
-        self.rest_s = self.quiet_s = 0.0
+        load = self.load
+        load.rest_s = load.quiet_s = 0.0
         if not self._launched:
             return
         self._meet(production, begins=False)
         step = self._launched.popleft()
         # A queued step begins when the step before it ends.
-        start_ns = max(step.start_ns, self.last_end_ns)
+        start_ns = max(step.start_ns, load.last_end_ns)
         self.last_step_s = (now_ns - start_ns) * 1e-9
         most_s = _OWN_RATIO * step.predicted_s if preempted else math.inf
-        self.last_own_s, self.last_predicted_s = min(self.last_step_s, most_s), step.predicted_s
+        load.last_own_s = min(self.last_step_s, most_s)
+        self.last_predicted_s = step.predicted_s
         self.last_tokens = step.decodes + step.prefill_tokens
-        self.last_end_ns = self.rested_ns = now_ns
-        self.probe_ns = now_ns + int(_PROBE_RATIO * self.last_own_s * 1e9)
+        load.last_end_ns = load.rested_ns = now_ns
+        self.probe_ns = now_ns + int(_PROBE_RATIO * load.last_own_s * 1e9)
         self.latest_ns.append((start_ns, now_ns))
         self.finished_total += 1
         self.tokens_total += self.last_tokens
@@ -180,8 +179,8 @@ class GuestSteps:
             owed_s = min(_REST_MAX_S, rest_s(step_s, mean_wait_s, grant))
             return owed_s + (chance - 0.5) * (step_s + owed_s)
 
-        self.rest_s = spread_s(self.last_own_s)
-        self.quiet_s = min(self.rest_s, spread_s(self.last_predicted_s))
+        self.load.rest_s = spread_s(self.load.last_own_s)
+        self.load.quiet_s = min(self.load.rest_s, spread_s(self.last_predicted_s))
 
     def calibrations(self, *, now_ns: int) -> tuple[Calibration, Calibration]:
         """Calibrations of steps alone and of steps beside production; at most a second old."""

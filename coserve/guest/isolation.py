@@ -70,12 +70,6 @@ class MpsShare:
     blocking_ratio: float = 1.0
     """No other ratio has been measured on a GPU yet: configure your own measurement."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.active_thread_percentage <= 100:
-            raise ConfigError("mps: active_thread_percentage must be above 0 and at most 100")
-        if not 0 <= self.blocking_ratio <= 1:
-            raise ConfigError("mps: blocking_ratio must lie between 0 and 1")
-
     @property
     def environment(self) -> tuple[tuple[str, str], ...]:
         return (

@@ -82,17 +82,17 @@ class StepDecision(msgspec.Struct, frozen=True):
         return self.reason in _BY_GRANT
 
 
-class GuestLoad(msgspec.Struct, frozen=True):
-    """The guest's load and limits for its next step."""
+class GuestLoad(msgspec.Struct):
+    """The guest's load and limits for its next step. The gate changes nothing in it."""
 
     step_time: StepTimeModel
-    decodes: int
+    decodes: int = 0
     """Running decode requests."""
-    context_tokens: int
+    context_tokens: int = 0
     """KV tokens of the running requests."""
-    launched_s: float
+    launched_s: float = 0.0
     """Predicted time of steps that are launched and not finished."""
-    cap: int
+    cap: int = 0
     """Token limit of a step: the engine's; a law gets the lesser of it and the grant's."""
     rest_s: float = 0.0
     """Idle time of production that the last step still owes."""
@@ -103,7 +103,7 @@ class GuestLoad(msgspec.Struct, frozen=True):
     last_end_ns: int = 0
     """End of the last step."""
     last_own_s: float = 0.0
-    """Time of the last step, as `GuestSteps` counts it."""
+    """The last step's time without production's: what an arrival may have to wait for."""
 
 
 def decide(

@@ -20,7 +20,8 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step as the statistics logger reports it."""
 
     running: int | None
-    """Requests in the batch; None if this process got no scheduler statistics for the step."""
+    """Requests in the batch; None if this process got no scheduler statistics for the step, of
+    which `kv_usage_ratio` and `waiting` are as well."""
     kv_usage_ratio: float | None
     ttft_s: tuple[float, ...] = ()
     """Time from arrival to first token of each request that got its first token, as vLLM
@@ -39,11 +40,16 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     ours: bool = True
     """Whether the step held requests of this process."""
     waiting: int | None = None
-    """Requests without a place in the batch; None if `running` is None."""
+    """Requests without a place in the batch."""
 
     @property
     def first_tokens(self) -> int:
         return len(self.ttft_s)
+
+    @property
+    def going_on(self) -> int:
+        """This process's requests that got a token and want more."""
+        return self.first_tokens + len(self.inter_token_s) - len(self.finished_prompt_tokens)
 
     @property
     def served(self) -> bool:
@@ -80,13 +86,11 @@ def only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
 
 @dataclass(slots=True)
 class _Core:
+    told: EngineCore
+    """Latest statistics of the core; zeros if none came to this process."""
     last_step_ns: int = 0
     ours: int = 0
     """This process's requests that decode on the core, at its last step with such a request."""
-    running: int = 0
-    waiting: int = 0
-    kv_usage_ratio: float = 0.0
-    told_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -102,32 +106,24 @@ class CoreTable:
     def __len__(self) -> int:
         return len(self._cores)
 
-    def step(
-        self,
-        rank: int,
-        *,
-        running: int | None,
-        kv_usage_ratio: float | None,
-        ours: int | None,
-        now_ns: int,
-        waiting: int | None = None,
-    ) -> int:
+    def step(self, step: EngineStep, *, now_ns: int) -> int:
         """Record one step of a core; returns the end of its previous step (ns), 0 if there was
         none.
-
-        `running`, `waiting` and `kv_usage_ratio` are None if the statistics went to another
-        process, `ours` if the step held none of this process's requests.
         """
-        core = self._cores.setdefault(rank, _Core())
+        core = self._cores.get(step.rank)
+        if core is None:
+            core = self._cores[step.rank] = _Core(EngineCore(rank=step.rank))
         previous_ns, core.last_step_ns = core.last_step_ns, now_ns
-        if ours is not None:
-            core.ours = ours
-        if running is not None:
-            core.running, core.told_ns = running, now_ns
-        if waiting is not None:
-            core.waiting = waiting
-        if kv_usage_ratio is not None:
-            core.kv_usage_ratio, core.told_ns = kv_usage_ratio, now_ns
+        if step.ours:
+            core.ours = max(0, step.going_on)
+        if step.running is not None:
+            core.told = EngineCore(
+                rank=step.rank,
+                told_ns=now_ns,
+                kv_usage_ratio=step.kv_usage_ratio or 0.0,
+                running=step.running,
+                waiting=step.waiting or 0,
+            )
         self._sum_up()
         return previous_ns
 
@@ -152,19 +148,9 @@ class CoreTable:
         """Recompute the sums once a step, since a pulse is published at every arrival and end
         too.
         """
-        cores = self._cores.values()
-        self.running = sum([core.running for core in cores])
-        self.kv_usage_ratio = max([core.kv_usage_ratio for core in cores])
-        reported = [
-            EngineCore(
-                rank=rank,
-                told_ns=core.told_ns,
-                kv_usage_ratio=core.kv_usage_ratio,
-                running=core.running,
-                waiting=core.waiting,
-            )
-            for rank, core in self._cores.items()
-        ]
-        if len(reported) > _REPORTED_CORES:
-            reported.sort(key=lambda core: (core.running > 0, core.kv_usage_ratio), reverse=True)
-        self.reported = tuple(reported[:_REPORTED_CORES])
+        told = [core.told for core in self._cores.values()]
+        self.running = sum([core.running for core in told])
+        self.kv_usage_ratio = max([core.kv_usage_ratio for core in told])
+        if len(told) > _REPORTED_CORES:
+            told.sort(key=lambda core: (core.running > 0, core.kv_usage_ratio), reverse=True)
+        self.reported = tuple(told[:_REPORTED_CORES])

@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coserve.law.phantom import quantiles_of
 from coserve.law.production_time import ProductionTime
 from coserve.pulse.engine_cores import NO_SIBLINGS, CoreTable, EngineStep, Siblings, only_decoding
@@ -32,17 +34,50 @@ _SPEECH_NS = 5_000_000_000
 often than this."""
 
 
-@dataclass(slots=True)
-class PulseState:
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about an engine that one of its API servers knows, and that server's place in it."""
+
     step_tokens: int = 0
     """The engine's token limit per step; 0 if unknown."""
-    times: ProductionTime = field(default_factory=ProductionTime)
     processes: int = 0
     """API servers of the engine; 0 if unknown."""
+    process: int | None = None
+    """Index of this API server; None takes the index from the process's name."""
     shape: str = ""
-    """Model, parallelism and accelerator that the step times belong to."""
+    """Model, parallelism and accelerator, to which the step times belong: at most 120 characters;
+    "" if unknown."""
     unfit: str = ""
-    """Why no guest may run beside the engine."""
+    """Why no guest may run beside it; "" if one may."""
+
+
+class _Told(msgspec.Struct):
+    """Counts and samples of past events, under the page's names."""
+
+    steps_total: int = 0
+    step_s_mean: float = 0.0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    requests_total: int = 0
+    ttft_s_recent: tuple[float, ...] = ()
+    samples_total: int = 0
+    itl_s_recent: tuple[float, ...] = ()
+    itl_samples_total: int = 0
+    itl_late_s_recent: tuple[float, ...] = ()
+    itl_late_total: int = 0
+    unanswered_s_recent: tuple[float, ...] = ()
+    unanswered_total: int = 0
+    unseen_step_ns: int = 0
+    unseen_steps_total: int = 0
+    prompt_tokens_p99: int = 0
+    prompt_tokens_quantiles: tuple[int, ...] = ()
+    prefill_calibration: Calibration = Calibration()
+    decode_calibration: Calibration = Calibration()
+
+
+@dataclass(slots=True)
+class PulseState:
+    engine: EngineShape = field(default_factory=EngineShape)
+    times: ProductionTime = field(default_factory=ProductionTime)
     root: ProcessId | None = None
     """Root process of the engine."""
     middleware: bool | None = None
@@ -64,31 +99,13 @@ class PulseState:
     _busy_ns: int = 0
     _busy_until_ns: int = 0
     """Time up to which busy time has been counted."""
-    _unseen_steps: int = 0
-    _unseen_step_ns: int = 0
     _served_ns: int = 0
     """End of the last step that served a request."""
     _cores: CoreTable = field(default_factory=CoreTable)
     _beside: Siblings | None = NO_SIBLINGS
     """State of the siblings at the last step."""
-    _steps: int = 0
-    _step_s: float = 0.0
-    _prompt_tokens: int = 0
-    _generation_tokens: int = 0
-    _requests: int = 0
     _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=_PROMPTS))
-    _ttft: tuple[float, ...] = ()
-    _itl: tuple[float, ...] = ()
-    _ttft_total: int = 0
-    _itl_total: int = 0
-    _late: tuple[float, ...] = ()
-    _late_total: int = 0
-    _unanswered: tuple[float, ...] = ()
-    _unanswered_total: int = 0
-    _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
-    """Calibrations of prefills and of decodes."""
-    _prompt_p99: int = 0
-    _prompt_quantiles: tuple[int, ...] = ()
+    _told: _Told = field(default_factory=_Told)
 
     def arrive(
         self, key: int, *, body_bytes: int, now_ns: int, beside: Siblings | None = NO_SIBLINGS
@@ -103,12 +120,12 @@ class PulseState:
             self._run = PrefillRun(now_ns, begun_ns=begun_ns, beside=beside, from_idle=idle)
         self._open.add(key)
         self._waiting.add(key, body_bytes=body_bytes, now_ns=now_ns)
-        self._requests += 1
+        self._told.requests_total += 1
 
     def connect(self, key: int) -> None:
         """Record an opened WebSocket: in flight until its end, with work only at times."""
         self._sockets.add(key)
-        self._requests += 1
+        self._told.requests_total += 1
 
     def finish(self, key: int, *, now_ns: int, outlived: bool = False) -> None:
         """Record the end of a reply. `outlived` means that the engine may go on with the
@@ -124,11 +141,11 @@ class PulseState:
         if arrival_ns is None:
             return
         waited_s = (now_ns - arrival_ns) * 1e-9
-        self._unanswered = (*self._unanswered, waited_s)[-_RECENT:]
-        self._unanswered_total += 1
+        self._told.unanswered_s_recent = (*self._told.unanswered_s_recent, waited_s)[-_RECENT:]
+        self._told.unanswered_total += 1
         if outlived:
             # The request's prefill may be in the next step, which no core has reported yet.
-            self._unseen_step_ns = now_ns
+            self._told.unseen_step_ns = now_ns
         if self._run is not None:
             self._run.whole = False
             if not self._waiting:
@@ -136,39 +153,31 @@ class PulseState:
 
     def step(self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS) -> None:
         """Record an engine step. `beside` is as in `arrive`."""
-        going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
         if step.ours and step.served:
             requests = step.first_tokens + len(step.inter_token_s)
             self._note_served(max(1, requests, len(step.finished_prompt_tokens)), now_ns)
-        previous_ns = self._cores.step(
-            step.rank,
-            running=step.running,
-            kv_usage_ratio=step.kv_usage_ratio,
-            ours=max(0, going_on) if step.ours else None,
-            now_ns=now_ns,
-            waiting=step.waiting,
-        )
-        before, self._beside = self._beside, beside
-        self._steps += 1
+        previous_ns = self._cores.step(step, now_ns=now_ns)
+        before, self._beside, told = self._beside, beside, self._told
+        told.steps_total += 1
         if previous_ns and self._open and previous_ns > self._busy_since_ns:
             step_s = (now_ns - previous_ns) * 1e-9
-            self._step_s += _STEP_WEIGHT * (step_s - self._step_s)
-        self._prompt_tokens += step.prompt_tokens
-        self._generation_tokens += step.generation_tokens
+            told.step_s_mean += _STEP_WEIGHT * (step_s - told.step_s_mean)
+        told.prompt_tokens_total += step.prompt_tokens
+        told.generation_tokens_total += step.generation_tokens
         self._prompts.extend(step.finished_prompt_tokens)
         decoding = len(self._open) - len(self._waiting)
         self._waiting.answer(step, now_ns=now_ns)
         self._follow_run(step, beside, decoding=decoding, now_ns=now_ns)
-        self._ttft = (self._ttft + step.ttft_s)[-_RECENT:]
-        self._ttft_total += len(step.ttft_s)
+        told.ttft_s_recent = (told.ttft_s_recent + step.ttft_s)[-_RECENT:]
+        told.samples_total += len(step.ttft_s)
         if step.inter_token_s:
-            self._itl = (self._itl + step.inter_token_s)[-_RECENT:]
+            told.itl_s_recent = (told.itl_s_recent + step.inter_token_s)[-_RECENT:]
             batch = sorted(step.inter_token_s)
-            self._itl_total += len(batch)
+            told.itl_samples_total += len(batch)
             if 0 < self.itl_slo_s < batch[-1]:
                 late = batch[bisect_right(batch, self.itl_slo_s) :]
-                self._late = (*self._late, *late)[-_LATE_RECENT:]
-                self._late_total += len(late)
+                told.itl_late_s_recent = (*told.itl_late_s_recent, *late)[-_LATE_RECENT:]
+                told.itl_late_total += len(late)
             # While a request waits, a step without a first token may hold a piece of its prompt.
             prefilling = step.first_tokens or self._waiting
             others = self._decoding_beside(before, beside)
@@ -180,8 +189,8 @@ class PulseState:
         if not self._open:
             speaking = now_ns - self.spoken_ns <= _SPEECH_NS
             if not speaking or requests > len(self._sockets):
-                self._unseen_steps += 1
-            self._unseen_step_ns = now_ns
+                self._told.unseen_steps_total += 1
+            self._told.unseen_step_ns = now_ns
             went_on = self._cores.running > 0 or now_ns - self._served_ns <= _UNSEEN_PAUSE_NS
             if self._served_ns and went_on:
                 self._count_busy(self._served_ns, now_ns)
@@ -196,20 +205,19 @@ class PulseState:
         """Recompute model and percentiles; about once a second is enough."""
         self.times.fit()
         times = self.times
-        self._calibrations = (
-            times.prefill_calibration.summary(),
-            times.decode_calibration.summary(),
-        )
+        self._told.prefill_calibration = times.prefill_calibration.summary()
+        self._told.decode_calibration = times.decode_calibration.summary()
         if self._prompts:
             ordered = sorted(self._prompts)
-            self._prompt_p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-            self._prompt_quantiles = quantiles_of(ordered)
+            self._told.prompt_tokens_p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+            self._told.prompt_tokens_quantiles = quantiles_of(ordered)
 
     def pulse(self, *, now_ns: int) -> Pulse:
         waiting = self._waiting
         decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
+            **msgspec.structs.asdict(self._told),
             in_flight=len(self._open) + len(self._sockets),
             waiting=len(waiting),
             running=self._cores.running,
@@ -217,37 +225,18 @@ class PulseState:
             oldest_waiting_arrival_ns=waiting.oldest_arrival_ns,
             largest_waiting_prompt_tokens=waiting.largest_prompt_tokens,
             last_step_end_ns=self._cores.last_step_ns(decoding=decoding, now_ns=now_ns),
-            steps_total=self._steps,
             busy_s_total=busy_ns * 1e-9,
-            step_s_mean=self._step_s,
-            prompt_tokens_total=self._prompt_tokens,
-            generation_tokens_total=self._generation_tokens,
-            requests_total=self._requests,
             kv_usage_ratio=self._cores.kv_usage_ratio,
-            prompt_tokens_p99=self._prompt_p99,
-            prompt_tokens_quantiles=self._prompt_quantiles,
-            ttft_s_recent=self._ttft,
-            itl_s_recent=self._itl,
-            samples_total=self._ttft_total,
-            itl_samples_total=self._itl_total,
             model=self.times.model,
             model_samples=self.times.learned,
-            prefill_calibration=self._calibrations[0],
-            decode_calibration=self._calibrations[1],
-            processes=self.processes,
+            processes=self.engine.processes,
             cores=self._cores.reported,
-            shape=self.shape,
+            shape=self.engine.shape,
             root=self.root,
             sockets=len(self._sockets),
-            unseen_step_ns=self._unseen_step_ns,
-            unseen_steps_total=self._unseen_steps,
             middleware=self.middleware,
-            unfit=self.unfit,
-            unanswered_s_recent=self._unanswered,
-            unanswered_total=self._unanswered_total,
+            unfit=self.engine.unfit,
             itl_slo_s=self.itl_slo_s,
-            itl_late_s_recent=self._late,
-            itl_late_total=self._late_total,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:
@@ -272,7 +261,7 @@ class PulseState:
             return
         # Cores may prefill side by side.
         apart = len(self._cores) <= 1 or (run.from_idle and run.steps == 1)
-        waited = run.has_waited(beside, step_tokens=self.step_tokens)
+        waited = run.has_waited(beside, step_tokens=self.engine.step_tokens)
         if run.whole and self._alone_since(run.since_ns) and apart and not waited:
             decode_s = self.times.model.decode_s_per_request
             self.times.observe_prefill(

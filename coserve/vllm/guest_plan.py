@@ -5,9 +5,10 @@ for an operator to read before anything starts. A choice that needs consent is n
 it, and a request that cannot be met is refused: there is no substitute.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from coserve.guest import isolation as backends
 from coserve.guest.gpus import Gpu
@@ -73,9 +74,9 @@ class GuestPlan:
 def plan(settings: GuestSettings, vllm: Capabilities) -> GuestPlan:
     """Raises Unsupported or ConfigError if a request cannot be met."""
     memory = _memory(settings)
-    _check_memory(memory, settings, vllm)
+    _held(memory, settings, vllm)
     if settings.sleeps:
-        _check_sleep(settings, vllm)
+        _weights_leave(settings, vllm)
     chosen = backends.choose(settings.isolation, gpus=settings.gpus, mps=settings.mps)
     if not settings.gpus:
         return GuestPlan(chosen, memory, None, settings.kv_cache_bytes // _GIB)
@@ -91,19 +92,29 @@ def plan(settings: GuestSettings, vllm: Capabilities) -> GuestPlan:
 
 def answers(settings: GuestSettings, vllm: Capabilities) -> tuple[Answer, ...]:
     """Answers for every choice, also where `plan` refuses."""
-    return (*_isolations(settings), *_memories(settings, vllm), _sleep(settings, vllm))
+    leave = partial(_weights_leave, settings, vllm)
+    asleep = _answer("asleep", "weights leave", leave, taken=settings.sleeps)
+    return (*_isolations(settings), *_memories(settings, vllm), asleep)
+
+
+def _answer(question: str, choice: str, explain: Callable[[], str], *, taken: bool) -> Answer:
+    """`explain` says why the choice is possible, or raises why it is not."""
+    try:
+        return Answer(question, choice, True, taken, explain())
+    except (ConfigError, Unsupported) as error:
+        return Answer(question, choice, False, False, str(error))
 
 
 def _isolations(settings: GuestSettings) -> Iterator[Answer]:
     chosen = settings.isolation or backends.choose(gpus=settings.gpus).backend
+
+    def effect(backend: IsolationBackend) -> str:
+        found = backends.choose(backend, gpus=settings.gpus, mps=settings.mps)
+        return f"{found.statement}; {_EFFECT[backend]}"
+
     for backend in IsolationBackend:
-        try:
-            found = backends.choose(backend, gpus=settings.gpus, mps=settings.mps)
-        except (ConfigError, Unsupported) as error:
-            yield Answer("isolation", backend, False, False, str(error))
-        else:
-            why = f"{found.statement}; {_EFFECT[backend]}"
-            yield Answer("isolation", backend, True, backend is chosen, why)
+        taken = backend is chosen
+        yield _answer("isolation", backend, partial(effect, backend), taken=taken)
 
 
 _EFFECT = {
@@ -118,23 +129,8 @@ _EFFECT = {
 def _memories(settings: GuestSettings, vllm: Capabilities) -> Iterator[Answer]:
     taken = _memory(settings)
     for memory in MemoryPlacement:
-        try:
-            _check_memory(memory, settings, vllm)
-        except (ConfigError, Unsupported) as error:
-            yield Answer("memory", memory, False, False, str(error))
-        else:
-            yield Answer("memory", memory, True, memory is taken, _held(memory, settings))
-
-
-def _sleep(settings: GuestSettings, vllm: Capabilities) -> Answer:
-    try:
-        _check_sleep(settings, vllm)
-    except (ConfigError, Unsupported) as error:
-        return Answer("asleep", "weights leave", False, False, str(error))
-    why = "to pinned host memory of their size, where they follow new versions"
-    if not settings.sleeps:
-        why += "; ask for it with guest.sleeps, else they stay on the GPU"
-    return Answer("asleep", "weights leave", True, settings.sleeps, why)
+        held = partial(_held, memory, settings, vllm)
+        yield _answer("memory", memory, held, taken=memory is taken)
 
 
 def _memory(settings: GuestSettings) -> MemoryPlacement:
@@ -143,39 +139,39 @@ def _memory(settings: GuestSettings) -> MemoryPlacement:
     return MemoryPlacement.STATIC if settings.gpus else MemoryPlacement.PAGES
 
 
-def _held(memory: MemoryPlacement, settings: GuestSettings) -> str:
+def _held(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) -> str:
+    """Memory that the KV takes under this placement. Raises Unsupported or ConfigError where it is
+    impossible."""
     size = f"{settings.kv_cache_bytes / _GIB:.2f} GiB of KV"
     match memory:
         case MemoryPlacement.STATIC:
+            if not settings.gpus:
+                raise Unsupported("on a CPU the KV's pages are given back")
             return f"{size} on each GPU stays taken; production must leave room for it"
         case MemoryPlacement.PAGES:
+            if settings.gpus:
+                raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
+            if settings.kv_cache_bytes < _GIB:
+                raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
             return f"at most {size}; a budget is kept by giving pages back"
         case MemoryPlacement.SHARED:
+            if not settings.gpus:
+                raise Unsupported("kvcached needs an NVIDIA GPU")
+            if not settings.shared_kv:
+                raise ConfigError(
+                    "shared memory takes an operator's consent: kvcached replaces production's KV "
+                    "allocation as well. Name both engines' segments to give it"
+                )
+            kv_shared.check(vllm)
             return f"at most {size} on each GPU, by pages, as segment {settings.shared_kv}"
 
 
-def _check_memory(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) -> None:
-    match memory:
-        case MemoryPlacement.STATIC if not settings.gpus:
-            raise Unsupported("on a CPU the KV's pages are given back")
-        case MemoryPlacement.PAGES if settings.gpus:
-            raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
-        case MemoryPlacement.PAGES if settings.kv_cache_bytes < _GIB:
-            raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
-        case MemoryPlacement.SHARED if not settings.gpus:
-            raise Unsupported("kvcached needs an NVIDIA GPU")
-        case MemoryPlacement.SHARED if not settings.shared_kv:
-            raise ConfigError(
-                "shared memory takes an operator's consent: kvcached replaces production's KV "
-                "allocation as well. Name both engines' segments to give it"
-            )
-        case MemoryPlacement.SHARED:
-            kv_shared.check(vllm)
-        case _:
-            pass
-
-
-def _check_sleep(settings: GuestSettings, vllm: Capabilities) -> None:
+def _weights_leave(settings: GuestSettings, vllm: Capabilities) -> str:
+    """Place of sleeping weights. Raises Unsupported or ConfigError where they cannot leave."""
     if not settings.gpus:
         raise Unsupported("on a CPU there is no other memory for the weights to go to")
     residency.check(vllm, shared_kv=bool(settings.shared_kv))
+    why = "to pinned host memory of their size, where they follow new versions"
+    if not settings.sleeps:
+        why += "; ask for it with guest.sleeps, else they stay on the GPU"
+    return why

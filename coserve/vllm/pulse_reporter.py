@@ -15,12 +15,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
-from coserve.pulse.pulse_state import PulseState
+from coserve.pulse.pulse_state import EngineShape, PulseState
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
@@ -48,23 +47,6 @@ _LOCAL_OFFLOADING = "CPUOffloadingSpec"
 """vLLM's default; tiers (`TieringOffloadingSpec`) may be object stores or other engines."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """Facts about an engine that one of its API servers knows, and that server's place in it."""
-
-    step_tokens: int = 0
-    """The engine's token limit per step; 0 if unknown."""
-    processes: int = 0
-    """API servers of the engine; 0 if unknown."""
-    process: int | None = None
-    """Index of this API server; None takes the index from the process's name."""
-    shape: str = ""
-    """Model, parallelism and accelerator, to which the step times belong: at most 120 characters;
-    "" if unknown."""
-    unfit: str = ""
-    """Why no guest may run beside it; "" if one may."""
 
 
 def shape_of(vllm_config: Any) -> EngineShape:
@@ -276,8 +258,7 @@ class PulseReporter:
         self._state.step(step, now_ns=now_ns, beside=self._beside(now_ns))
 
     def _take(self, shape: EngineShape) -> None:
-        self._state.step_tokens, self._state.processes = shape.step_tokens, shape.processes
-        self._state.shape, self._state.unfit = shape.shape, shape.unfit
+        self._state.engine = shape
         if shape.process is not None:
             self._process = shape.process
         others = [place for place in range(shape.processes) if place != self._process]

@@ -51,38 +51,21 @@ def check(vllm: Capabilities, *, shared_kv: bool) -> None:
         )
 
 
-class GuestResidency:
-    """Sleep and wake calls of one engine. Used by the engine loop's thread only."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self._executor.is_sleeping)
-
-    def fall_asleep(self) -> None:
-        """Offload weights and drop KV. Call without requests, launched steps or cached prefixes."""
-        if not self.asleep:
-            self._executor.sleep(LEVEL)
-
-    def wake(self) -> None:
-        """Wake weights and KV. A failure fails the engine: it could not step."""
-        if self.asleep:
-            self._executor.wake_up(None)
-        if self.asleep:
-            raise Unsupported("vLLM left a part of this engine asleep")
-
-
-def residency(
-    vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool
-) -> GuestResidency | None:
-    """Residency, or None if weights stay while asleep. Raises ConfigError, Unsupported."""
+def sleeps(vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool) -> bool:
+    """Whether weights leave while the slot sleeps; then the workers accept versions meanwhile.
+    Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
-        return None
+        return False
     check(vllm, shared_kv=shared_kv)
     executor.collective_rpc("rosemux_follow_updates")
-    return GuestResidency(executor)
+    return True
+
+
+def wake(executor: Any) -> None:
+    """Wake weights and KV. A failure fails the engine: it could not step."""
+    executor.wake_up(None)
+    if executor.is_sleeping:
+        raise Unsupported("vLLM left a part of this engine asleep")
 
 
 def follow_updates(worker: Any, gate: WorkGate) -> None:

@@ -25,7 +25,7 @@ from coserve.vllm.kv_shared import KvcachedLimit, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
-from coserve.vllm.residency import WAKE, GuestResidency, residency
+from coserve.vllm.residency import LEVEL, WAKE, sleeps, wake
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -45,7 +45,6 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 class CoserveScheduler(AsyncScheduler):
     """One scheduler per guest engine core. The engine loop's thread calls `attach`."""
 
-    _residency: GuestResidency | None = None
     _granted_tokens: int | None = None
     """Token cap of the next step; None if no step is admitted."""
     _drains_since_s: float | None = None
@@ -89,16 +88,15 @@ class CoserveScheduler(AsyncScheduler):
         give_back = self._give_back if self._extended and current_platform.is_cpu() else None
         return KvReserve(pool, tokens_per_block=self.block_size, give_back=give_back)
 
-    def attach(self, core: Any, wake: Any) -> None:
+    def attach(self, core: Any, wake_loop: Any) -> None:
         """Called with the engine core whenever its loop is about to run."""
         if self._core is not None:
             return
         self._core = core
         shared_kv = isinstance(self._kv, KvcachedLimit)
-        self._residency = residency(
+        self._slot.sleeps = sleeps(
             self.vllm_config, core.model_executor, self._vllm, shared_kv=shared_kv
         )
-        self._slot.load.sleeps = self._residency is not None
         self._kv.give_back_unused()
         self._ask_workers()
         self._work = work_gate()
@@ -112,7 +110,7 @@ class CoserveScheduler(AsyncScheduler):
         # Killing an MPS client in the middle of a kernel takes production with it: the agent ends
         # it in order.
         by_itself = self._slot.load.isolation != IsolationBackend.MPS
-        self._waker = Waker(self._slot, wake, end=end_guest if by_itself else None)
+        self._waker = Waker(self._slot, wake_loop, end=end_guest if by_itself else None)
         self._waker.start()
 
     def add_request(self, request: Any) -> None:
@@ -127,13 +125,13 @@ class CoserveScheduler(AsyncScheduler):
         """vLLM's own answer; within a step, whether a step is to be launched."""
         if self.in_step:
             return self._granted_tokens is not None
-        with self._slot.own_work():
+        with self._slot.own_work:
             self._keep_within_budget()
         return bool(super().has_requests())
 
     def admits(self) -> bool:
         """Decide once whether a step may be launched now: there is work and the gate is open."""
-        with self._slot.own_work():
+        with self._slot.own_work:
             tokens = self._granted_tokens = self._admitted_tokens()
             if tokens is not None:
                 self.max_num_scheduled_tokens = tokens
@@ -189,7 +187,7 @@ class CoserveScheduler(AsyncScheduler):
             )
         self._granted_tokens = None
         output = super().schedule(*args, **kwargs)
-        with self._slot.own_work():
+        with self._slot.own_work:
             stepping = output.num_scheduled_tokens
             self._prefixes.stepped(stepping, open_requests=self.requests, now=self._clock.now())
             if (total := output.total_num_scheduled_tokens) > 0:
@@ -200,10 +198,10 @@ class CoserveScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        with self._slot.own_work():
+        with self._slot.own_work:
             stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        with self._slot.own_work():
+        with self._slot.own_work:
             for request in stepped:
                 if request is not None and request.status in _BY_ITSELF:
                     most_blocks = self._most_retained()
@@ -266,8 +264,8 @@ class CoserveScheduler(AsyncScheduler):
                 self._abort(self._youngest_holding(short_tokens))
                 short_tokens = self._kv.keep_within(budget_tokens)
             self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
-            self._slot.load.kv_budget_tokens = budget_tokens
-            self._slot.load.kv_tokens_short = short_tokens
+            self._slot.kv_obeyed_tokens = budget_tokens
+            self._slot.kv_short_tokens = short_tokens
             self._lay_weights_down()
             self._measure_load()
             self._slot.publish()
@@ -286,25 +284,28 @@ class CoserveScheduler(AsyncScheduler):
         for example one that was preempted with steps in flight."""
         return [*self.waiting, *getattr(self, "skipped_waiting", ())]
 
+    def _weights_asleep(self) -> bool:
+        return self._slot.sleeps and bool(self._core.model_executor.is_sleeping)
+
     def _weights_are_there(self) -> bool:
         """Wake the weights before the first block is allocated again, unless the slot sleeps. False
         without slack for waking: the loop then sleeps on and returns here after a beat."""
-        if self._residency is None or not self._residency.asleep or self._slot.granted.asleep:
+        if not self._weights_asleep() or self._slot.granted.asleep:
             return True
         if not self._work.admits(WAKE):
             return False
         with self._work.measured(WAKE):
-            self._residency.wake()
+            wake(self._core.model_executor)
         self._tell_residency(away=False)
         return True
 
     def _lay_weights_down(self) -> None:
         """Offload the weights once no request, no launched step and no cached prefix is left."""
-        if self._residency is None or self._residency.asleep or not self._slot.granted.asleep:
+        if not self._slot.sleeps or self._weights_asleep() or not self._slot.granted.asleep:
             return
         if self.requests or self._core.batch_queue or self._kv.blocks_usable:
             return
-        self._residency.fall_asleep()
+        self._core.model_executor.sleep(LEVEL)
         self._tell_residency(away=True)
 
     def _tell_residency(self, *, away: bool) -> None:

@@ -45,18 +45,18 @@ class Waker:
 
 
 class Weights:
-    """Their residency, and in which order it changed beside the budget."""
+    """The executor that moves them, and in which order it changed beside the budget."""
 
     def __init__(self, log: list[str]) -> None:
-        self.asleep = False
+        self.is_sleeping = False
         self._log = log
 
-    def fall_asleep(self) -> None:
-        self.asleep = True
+    def sleep(self, _level: int) -> None:
+        self.is_sleeping = True
         self._log.append("weights away")
 
-    def wake(self) -> None:
-        self.asleep = False
+    def wake_up(self, _tags: None) -> None:
+        self.is_sleeping = False
         self._log.append("weights back")
 
 
@@ -229,7 +229,7 @@ def test_a_turn_that_the_budget_cannot_hold_does_not_wait_for_ever(
     scheduler = scene.scheduler
     scheduler._kv = SimpleNamespace(tokens_withheld=900, tokens_total=1000, keep_within=lambda _: 0)
     setattr(scheduler, queue, [SimpleNamespace(request_id="a", num_tokens=100)])
-    scheduler._slot.load.kv_budget_tokens = scheduler._slot.kv_budget_tokens()
+    scheduler._slot.kv_obeyed_tokens = scheduler._slot.kv_budget_tokens()
     assert scene.admits(), "the other turn goes on"
     assert scene.core.ended == ["a"]
     assert list(scheduler.requests) == ["b"]
@@ -273,8 +273,8 @@ class Sleeper:
         self.scene, self.log = scene, list[str]()
         self.usable = 4
         scheduler = scene.scheduler
-        self.weights = scheduler._residency = Weights(self.log)
-        scheduler._slot.load.sleeps = True
+        self.weights = scene.core.model_executor = Weights(self.log)
+        scheduler._slot.sleeps = True
         scheduler._work = WorkGate(scene.directory)
         scheduler.block_size, scheduler._extended = 16, False
         scheduler._ask_workers = lambda: None
@@ -298,7 +298,7 @@ class Sleeper:
         self.scene.grant(mode=GrantMode.CLOSED, asleep=True)
         self.scene.scheduler._slot.decide()
         self.scene.scheduler.has_requests()
-        return self.weights.asleep
+        return self.weights.is_sleeping
 
 
 @pytest.fixture
@@ -378,5 +378,5 @@ def test_an_agent_that_is_gone_neither_wakes_nor_lays_down(scene: Scene, sleeper
     scene.grant(ttl_ns=0)
     scene.scheduler._slot.decide()
     scene.scheduler.has_requests()
-    assert not sleeper.weights.asleep
+    assert not sleeper.weights.is_sleeping
     assert sleeper.log == []

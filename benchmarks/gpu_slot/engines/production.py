@@ -15,8 +15,9 @@ from benchmarks.gpu_slot.engines.orders import ENGINE
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import LoggedStep, ProductionLog, ServedRequest
 from coserve.pulse.engine_cores import EngineStep
+from coserve.pulse.pulse_state import EngineShape
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse_reporter import EngineShape, PulseReporter
+from coserve.vllm.pulse_reporter import PulseReporter
 from harvester.contracts.clock import monotonic_ns
 
 _BYTES_PER_TOKEN = 4

@@ -31,11 +31,14 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import ServingSlot, SlotPorts
+from coserve.guest.guest_slot import GuestSlot
 from coserve.guest.isolation import NO_ISOLATION
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest
 from harvester.policy.settings import SlotSettings
+from tests.unit.coserve.conftest import Slot
 
 LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.05)
 FACTS = Facts(trace="given", requests_per_s=2.0, level=LEVEL, arms=tuple(Arm))
@@ -84,6 +87,7 @@ def slices_of(speeds: Mapping[Arm, int], *, busy: float) -> list[ArmSlice]:
     ]
 
 
+FIRST = requests_of(Arm.ROSEMUX)[0]
 SPEEDS = {Arm.ROLLOUTS: 1000, Arm.ROSEMUX: 380, Arm.GATE_ONLY: 320}
 
 
@@ -205,10 +209,50 @@ def test_requests_are_counted_by_the_guest_steps_that_they_met() -> None:
     steps = [(0.0, 1.0), (1.0, 2.0), (5.0, 6.0)]
     waits = [(0.5, 1.0), (2.5, 1.0), (4.0, 1.5), (5.5, 0.1)]
     requests = [
-        msgspec.structs.replace(requests_of(Arm.ROSEMUX)[0], due_s=due_s, ttft_s=ttft_s)
+        msgspec.structs.replace(FIRST, due_s=due_s, sent_s=due_s, ttft_s=ttft_s)
         for due_s, ttft_s in waits
     ]
     assert blocking_histogram(requests, steps) == {0: 1, 1: 2, 2: 1}
+
+
+def test_steps_that_end_while_the_client_is_late_meet_no_request() -> None:
+    steps = [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
+    late = msgspec.structs.replace(FIRST, due_s=0.5, sent_s=2.5, ttft_s=3.0)
+    assert blocking_histogram([late], steps) == {1: 1}
+    assert blocking_histogram([msgspec.structs.replace(late, sent_s=None)], steps) == {}
+
+
+def test_a_guest_that_launches_two_steps_after_an_arrival_is_convicted(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "slot")
+    slot.grant()
+    slot.pulse()
+    guest = GuestSlot(slot.directory.path, token_limit=512)
+    watch, clock, requests = StepWatch(slot.guest), MonotonicClock(), []
+    guest.publish()
+    for turn in range(20):
+        sent_s = clock.now()
+        slot.pulse(in_flight=1, waiting=1, oldest_waiting_arrival_ns=1, requests_total=turn + 1)
+        before = slot.guest().steps_finished
+        for _ in range(2):
+            guest.decide()
+            guest.launched(decodes=1, prefill_tokens=0)
+            guest.finished()
+        ttft_s = clock.now() - sent_s
+        slot.pulse(requests_total=turn + 1)
+        guest.decide()
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.finished()
+        guest.publish()
+        watch.look(before)
+        requests.append(msgspec.structs.replace(FIRST, due_s=sent_s, sent_s=sent_s, ttft_s=ttft_s))
+    guest.close()
+    met = blocking_histogram(requests, watch.steps_s)
+    assert met == {2: 20}
+    assert guest.steps.met.counts[2:] == [20, 0, 0], "and it says the same of itself"
+    slices = [msgspec.structs.replace(each, steps_met=met) for each in slices_of(SPEEDS, busy=0.5)]
+    interval = figures(requests_of(Arm.ROSEMUX), slices, FACTS)["steps_met_beyond_interval"]
+    judged = verdicts(measured(steps_met_beyond_interval=interval), requests=5000)
+    assert judged["steps_met_p99"] is GoalVerdict.MISSED
 
 
 def test_a_percentile_of_a_histogram_is_a_number_that_occurs() -> None:

@@ -114,6 +114,7 @@ async def test_sends_each_request_when_due_however_slow_the_others_are() -> None
 async def test_counts_latency_from_the_due_time_even_when_sent_late() -> None:
     (record,) = await replayed(Engine(first_s=0.5), [arrival(0, -2.0)])
     assert record.ttft_s == pytest.approx(2.5)
+    assert record.sent_s == pytest.approx(START_S), "and notes when it sent the request"
 
 
 async def test_records_one_latency_per_later_token() -> None:

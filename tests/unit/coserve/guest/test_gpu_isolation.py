@@ -130,14 +130,6 @@ def test_under_mps_the_guest_starts_with_its_share_and_a_note_of_shared_fate(
     assert daemon.commands() == ["get_server_list"], "nothing of the daemon is changed"
 
 
-@pytest.mark.parametrize("percentage", [0, -1, 101])
-def test_a_share_that_is_none_is_a_user_s_error(percentage: float) -> None:
-    with pytest.raises(ConfigError, match="active_thread_percentage"):
-        MpsShare(active_thread_percentage=percentage)
-    with pytest.raises(ConfigError, match="blocking_ratio"):
-        MpsShare(blocking_ratio=1.5)
-
-
 def smi(folder: Path, script: str) -> str:
     command = folder / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{script}\n")

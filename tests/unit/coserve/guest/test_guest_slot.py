@@ -249,9 +249,9 @@ def test_a_budget_is_owed_until_the_loop_has_obeyed_it(slot: Slot, guest: GuestS
     slot.grant(kv_budget_tokens=600)
     guest.decide()
     assert (guest.kv_budget_tokens(), guest.owes_memory()) == (600, True)
-    guest.load.kv_budget_tokens, guest.load.kv_tokens_short = 600, 8
+    guest.kv_obeyed_tokens, guest.kv_short_tokens = 600, 8
     assert guest.owes_memory(), "requests still hold some"
-    guest.load.kv_tokens_short = 0
+    guest.kv_short_tokens = 0
     assert not guest.owes_memory()
 
 
@@ -310,7 +310,7 @@ def test_a_step_that_is_longer_than_an_arrival_may_wait_is_followed_by_a_rest(
     assert not guest.decide(for_step=True).open, "one at a time"
     threading.Event().wait(0.05)
     guest.finished()
-    owed_s = guest.steps.rest_s
+    owed_s = guest.steps.load.rest_s
     resting = guest.decide(for_step=True)
     assert resting.reason is Closed.RESTING
     # 50 ms wait 25 ms on average: 24 steps of rest, less what has passed.
@@ -318,8 +318,8 @@ def test_a_step_that_is_longer_than_an_arrival_may_wait_is_followed_by_a_rest(
     assert owed_s == pytest.approx(
         guest.steps.last_step_s * (guest.steps.last_step_s / 2 / 0.001 - 1)
     )
-    guest.steps.last_end_ns -= 10 * HOUR_NS
-    guest.steps.rested_ns -= 10 * HOUR_NS
+    guest.steps.load.last_end_ns -= 10 * HOUR_NS
+    guest.steps.load.rested_ns -= 10 * HOUR_NS
     slot.pulse(last_step_end_ns=monotonic_ns() - HOUR_NS)
     assert guest.decide(for_step=True).open
 
@@ -338,7 +338,7 @@ def test_a_rest_adds_up_over_production_s_idle_times(
     guest.launched(decodes=1, prefill_tokens=0)
     now_s += 0.05
     guest.finished()
-    owed_s, rested_s = guest.steps.rest_s, 0.0
+    owed_s, rested_s = guest.steps.load.rest_s, 0.0
     assert owed_s > 1.0
     while not guest.decide(for_step=True).open:
         now_s += 0.5
@@ -368,7 +368,7 @@ def test_a_step_that_production_preempted_rests_for_its_own_time(
         )
     guest.finished()
     assert guest.steps.last_step_s > 100 * predicted_s
-    assert guest.steps.last_own_s == pytest.approx(steps * predicted_s, rel=0.1)
+    assert guest.steps.load.last_own_s == pytest.approx(steps * predicted_s, rel=0.1)
 
 
 def test_the_page_states_what_is_lent(slot: Slot, guest: GuestSlot) -> None:
@@ -581,7 +581,7 @@ class _Random:
             )
             found = self._guest.decide(for_step=True)
             if not found.open:
-                since_step_s = self._now_s - self._guest.steps.last_end_ns * 1e-9
+                since_step_s = self._now_s - self._guest.steps.load.last_end_ns * 1e-9
                 self._now_s += found.rest_s + 1e-6 if found.rest_s else 0.1 + 0.02 * since_step_s
                 continue
             self._guest.launched(decodes=1, prefill_tokens=0)

@@ -1,6 +1,6 @@
 """Engine cores that step side by side, reported by one API server of several."""
 
-from coserve.pulse.engine_cores import CoreTable
+from coserve.pulse.engine_cores import CoreTable, EngineStep
 
 MS = 1_000_000
 
@@ -9,7 +9,14 @@ def step(
     cores: CoreTable, rank: int, now_ns: int, *, ours: int | None = None, kv: float | None = None
 ) -> int:
     running = None if kv is None else 1
-    return cores.step(rank, running=running, kv_usage_ratio=kv, ours=ours, now_ns=now_ns)
+    told = EngineStep(
+        rank=rank,
+        running=running,
+        kv_usage_ratio=kv,
+        ours=ours is not None,
+        inter_token_s=(0.01,) * (ours or 0),
+    )
+    return cores.step(told, now_ns=now_ns)
 
 
 def test_each_core_has_a_last_step_of_its_own() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from coserve.law.phantom import phantom
 from coserve.pulse.engine_cores import Siblings
+from coserve.pulse.pulse_state import EngineShape
 from tests.unit.coserve.pulse.conftest import Production
 
 
@@ -98,7 +99,7 @@ def test_prefills_teach_nothing_where_a_request_went_away(production: Production
 
 
 def test_waiting_for_room_is_no_prefill(production: Production) -> None:
-    production.state.step_tokens = 512
+    production.state.engine = EngineShape(step_tokens=512)
     production.arrive(1)
     production.arrive(2)
     production.after(0.04).step(first_tokens=1, prompt_tokens=400)
@@ -130,7 +131,7 @@ def test_a_prompt_that_waits_for_room_that_others_hold_teaches_nothing(
     production: Production,
 ) -> None:
     state = production.state
-    state.step_tokens = 512
+    state.engine = EngineShape(step_tokens=512)
     before = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=100)
     state.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=before)
     later = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=160)

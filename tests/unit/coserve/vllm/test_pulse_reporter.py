@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from coserve.guest.guest_slot import GuestSlot
 from coserve.pulse.engine_cores import EngineStep
+from coserve.pulse.pulse_state import EngineShape
 from coserve.vllm import pulse_reporter
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse_reporter import EngineShape, PulseReporter, process_reporter
+from coserve.vllm.pulse_reporter import PulseReporter, process_reporter
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Grant,

@@ -13,7 +13,7 @@ from vllm.v1.executor.abstract import Executor
 
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.memory_report import report
-from coserve.vllm.residency import GuestResidency, check, follow_updates, residency, weights_away
+from coserve.vllm.residency import LEVEL, check, follow_updates, sleeps, wake, weights_away
 from harvester.contracts.errors import ConfigError, Unsupported
 
 TAGS = ("weights", "kv_cache")
@@ -95,11 +95,10 @@ def executor() -> FakeExecutor:
 
 
 @pytest.fixture
-def asleep(executor: FakeExecutor) -> GuestResidency:
-    found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
-    assert found is not None
-    found.fall_asleep()
-    return found
+def asleep(executor: FakeExecutor) -> FakeExecutor:
+    assert sleeps(config(sleeps=True), executor, NEW, shared_kv=False)
+    executor.sleep(LEVEL)
+    return executor
 
 
 def config(*, sleeps: bool) -> Any:
@@ -113,33 +112,33 @@ def update(worker: Worker, version: int) -> None:
 
 
 def test_without_sleep_mode_weights_stay_where_they_are(executor: FakeExecutor) -> None:
-    assert residency(config(sleeps=False), executor, OLD, shared_kv=True) is None
+    assert not sleeps(config(sleeps=False), executor, OLD, shared_kv=True)
 
 
 def test_a_plan_that_cannot_follow_versions_or_share_pages_is_refused(
     executor: FakeExecutor,
 ) -> None:
     with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):
-        residency(config(sleeps=True), executor, OLD, shared_kv=False)
+        sleeps(config(sleeps=True), executor, OLD, shared_kv=False)
     with pytest.raises(ConfigError, match="kvcached"):
-        residency(config(sleeps=True), executor, NEW, shared_kv=True)
+        sleeps(config(sleeps=True), executor, NEW, shared_kv=True)
     check(capabilities("0.31.0"), shared_kv=False)
 
 
 def test_asleep_it_holds_nothing_and_awake_everything(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
-    assert asleep.asleep
+    assert asleep.is_sleeping
     assert executor.worker.mapped == set()
-    asleep.fall_asleep()
-    asleep.wake()
-    assert not asleep.asleep
+    asleep.sleep(LEVEL)
+    wake(asleep)
+    assert not asleep.is_sleeping
     assert executor.worker.mapped == set(TAGS)
-    asleep.wake()
+    wake(asleep)
 
 
 def test_a_version_comes_through_with_the_weights_alone_awake(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
@@ -149,9 +148,9 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
     worker.finish_weight_update()
     assert worker.mapped == set()
     assert worker.weight_transfer_engine.version == 7
-    assert asleep.asleep
+    assert asleep.is_sleeping
     update(worker, 8)
-    asleep.wake()
+    wake(asleep)
     assert worker.mapped == set(TAGS)
     update(worker, 9)
     assert worker.mapped == set(TAGS), "awake it stays awake"
@@ -162,8 +161,7 @@ def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
     executor: FakeExecutor, before: str
 ) -> None:
     """The engine loop obeys a grant with `asleep` between two calls of a trainer."""
-    found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
-    assert found is not None
+    assert sleeps(config(sleeps=True), executor, NEW, shared_kv=False)
     worker = executor.worker
     calls = {
         "start": worker.start_weight_update,
@@ -172,34 +170,34 @@ def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
     }
     for name, call in calls.items():
         if name == before:
-            found.fall_asleep()
+            executor.sleep(LEVEL)
         call()
     assert worker.weight_transfer_engine.version == 7
     assert worker.mapped == set(), "as the grant said"
-    assert found.asleep
+    assert executor.is_sleeping
     assert weights_away(worker)
-    found.wake()
+    wake(executor)
     assert worker.mapped == set(TAGS)
 
 
 def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
-    asleep.wake()
-    asleep.fall_asleep()
+    wake(asleep)
+    asleep.sleep(LEVEL)
     worker.update_weights(7)
     assert worker.mapped == {"weights"}
-    asleep.wake()
-    asleep.fall_asleep()
+    wake(asleep)
+    asleep.sleep(LEVEL)
     worker.finish_weight_update()
     assert worker.mapped == set()
     assert worker.weight_transfer_engine.version == 7
 
 
 def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     """vLLM wakes what a caller names, in any order."""
     worker = executor.worker
@@ -209,34 +207,34 @@ def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
     assert worker.mapped == set(TAGS), "vLLM counts this KV as awake"
     executor.wake_up(["weights"])
     assert not weights_away(worker)
-    assert not asleep.asleep
+    assert not asleep.is_sleeping
     update(worker, 8)
     assert worker.mapped == set(TAGS)
 
 
 def test_an_update_of_a_draft_model_finds_the_weights_awake(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     worker = executor.worker
     worker.start_draft_weight_update()
     worker.update_weights(7)
     worker.finish_weight_update()
     assert worker.mapped == set()
-    assert asleep.asleep
+    assert asleep.is_sleeping
 
 
 def test_a_guest_that_is_woken_within_an_update_stays_awake(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     executor.worker.start_weight_update()
-    asleep.wake()
+    wake(asleep)
     executor.worker.update_weights(7)
     executor.worker.finish_weight_update()
     assert executor.worker.mapped == set(TAGS)
 
 
 def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
-    executor: FakeExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: FakeExecutor
 ) -> None:
     worker = executor.worker
     worker.fails = True
@@ -247,22 +245,22 @@ def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
     assert worker.mapped == {"weights"}
     update(worker, 8)
     assert worker.mapped == set()
-    assert asleep.asleep
+    assert asleep.is_sleeping
 
 
 def test_asleep_only_the_context_is_reported(
-    executor: FakeExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
+    executor: FakeExecutor, asleep: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: Callable[[Any], int | None] = lambda _device: 900  # noqa: E731
     monkeypatch.setattr("coserve.vllm.memory_report._held_bytes", held)
     memory = report(executor.worker)
     assert (memory.floor_bytes, memory.other_bytes, memory.whole) == (900, 900, True)
-    assert asleep.asleep
+    assert asleep.is_sleeping
 
 
 def test_an_engine_that_stays_asleep_is_not_stepped(
-    executor: FakeExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
+    executor: FakeExecutor, asleep: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "wake_up", lambda _tags: None)
     with pytest.raises(Unsupported, match="asleep"):
-        asleep.wake()
+        wake(asleep)
