@@ -121,6 +121,7 @@ class NodeAgent:
             )
             self._switched = switch
         self._count_ended()
+        self._lease_audit.check(now=now)
         self.audit.check(now=now)
         self._beat_at_s = now
 
