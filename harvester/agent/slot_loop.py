@@ -378,7 +378,7 @@ class Slot:
             steps.callback(self.sensor.close)
             if self._mps is not None:
                 steps.callback(self._mps.close, wait=wait)
-            steps.callback(self._guest.close, wait=wait)
+            steps.callback(self._guest.close, wait=wait, records=records)
             steps.callback(self._grant_page.close)
             steps.callback(self.shut, "agent stopped")
 
