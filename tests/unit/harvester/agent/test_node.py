@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
-from harvester.contracts.wire.stops import StopOrder, StopRequest
+from harvester.contracts.wire.stops import Stop, StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -157,6 +158,27 @@ def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> Non
     assert stage.grant().mode == "closed"
     assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0
     assert (stage.node.leases.live(SLOT) is not None) == (text == "hold\n")
+
+
+@pytest.mark.parametrize("order", ["kill", "stop"])
+def test_an_order_that_comes_while_a_beat_stands_still_opens_no_gate(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """SIGSTOP, or another slot's disk, between the read of the order's file and the grant."""
+    stage.harvest()
+    assert stage.grant().mode is GrantMode.OPEN
+    refresh = stage.node.stops.refresh
+
+    def stopped(*, now: float) -> tuple[Stop, ...]:
+        found = refresh(now=now)
+        (stage.config.page_root / order).write_text("drain")
+        monkeypatch.setattr(stage.node.stops, "refresh", refresh)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(stage.node.stops, "refresh", stopped)
+    stage.beats()
+    assert stage.grant().mode is GrantMode.CLOSED
 
 
 def test_a_held_slot_names_the_order_while_it_is_leased(stage: Stage) -> None:
