@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from harvester.agent.node import NodeAgent
+from harvester.cli.agent_tables import agent_sentences
 from harvester.config import AgentConfig, OwnersConfig
 from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
@@ -32,7 +33,13 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
+from harvester.contracts.wire.leases import (
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotOffers,
+)
 from harvester.contracts.wire.stops import Stop, StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
@@ -656,7 +663,8 @@ def test_a_scrape_that_never_succeeded_is_missing_whatever_else_production_says(
     assert "pulse.metrics.0 missing: `metrics_url` gives none" in refused.reason
     age_s = stage.metric("harvester_signal_age_seconds", slot=SLOT, source="pulse.metrics.0")
     assert age_s == math.inf
-    assert stage.node.silent_slots() == [(SLOT, "pulse.metrics.0 is missing")]
+    ((_, why),) = stage.node.silent_slots()
+    assert why.startswith("pulse.metrics.0 missing: ")
     stage.node.close()
 
 
@@ -667,8 +675,21 @@ def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -
     assert stage.node.silent_slots() == []
     stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
     stage.beats()
-    assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 is expired")]
-    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 is expired"]
+    assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 expired")]
+    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 expired"]
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_the_status_says_once_that_a_pulse_is_not_there(stage: Stage, expired: bool) -> None:
+    if expired:
+        stage.production()
+        stage.beats(3)
+        stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
+    stage.beats(3)
+    offers = SlotOffers(node="n", slots=[slot.offer() for slot in stage.node.slots])
+    (sentence,) = agent_sentences(offers)
+    assert sentence.startswith(f"Slot {SLOT} needs a look: ")
+    assert sentence.endswith("pulse.prod.0 expired" if expired else "in these pages")
 
 
 def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
