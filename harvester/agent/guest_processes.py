@@ -114,7 +114,7 @@ class GuestProcesses:
                 self._conclude(kill)
         if self._settle_again_ns and monotonic_ns() >= self._settle_again_ns:
             self.settle()
-        if self.memo_fault or (self._lifted and not self._memo.exists()):
+        if self.memo_fault or (self._lifted and not os.access(self._memo, os.F_OK)):
             self._remember()
         return tuple(self._outcomes.popleft() for _ in range(len(self._outcomes)))
 
