@@ -12,12 +12,13 @@ left_behind        processes, shared memory, an agent that did not end when it w
 rights_exceeded    a call that had to be refused was not
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.agent.evidence import SCRAPE, Caps, Evidence, GrantSeen, plain
+from benchmarks.agent.evidence import SCRAPE, Caps, Evidence, GrantSeen, TurnServed, plain
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.page import GrantMode
 
@@ -124,9 +125,7 @@ def _leases(evidence: Evidence, verdict: ScenarioVerdict) -> None:
             verdict.note("unleased_grants", f"{_named(evidence, seen)}: no lease in force")
     for turn in evidence.turns:
         since_s, until_s = terms.get((turn.slot, turn.epoch), (0.0, 0.0))
-        # Without its agent a grant stands until it expires.
-        slack_s = evidence.tolerance_s + _caps_at(evidence, turn.at_s).ttl_s
-        if not since_s <= turn.at_s < until_s + slack_s:
+        if not since_s <= turn.at_s < _stood_until(evidence, turn, until_s):
             text = (
                 f"{evidence.name}: {turn.slot}.{turn.epoch} at {turn.at_s:.3f}: no lease in force"
             )
@@ -134,6 +133,21 @@ def _leases(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for refused in evidence.refused:
         if refused.granted or 200 <= refused.status < 300 or refused.status >= 500:
             verdict.note("rights_exceeded", f"{evidence.name}: {refused.name}: {refused.status}")
+
+
+def _stood_until(evidence: Evidence, turn: TurnServed, ends_s: float) -> float:
+    """When the guest had to refuse turns of this epoch: once a later epoch is on its page, or its
+    lease is over. Without its agent the last grant under the lease stands until it expires."""
+    slack_s, page = evidence.tolerance_s, [g for g in evidence.grants if g.slot == turn.slot]
+    granted = (
+        seen.expires_s
+        for seen in page
+        if seen.grant.epoch == turn.epoch and seen.stamp_s < ends_s + slack_s
+    )
+    later = (seen.seen_s for seen in page if seen.grant.epoch > turn.epoch)
+    # A turn and the later grant may come at the same moment.
+    over_s = math.nextafter(min(later, default=math.inf), math.inf)
+    return min(max([ends_s, *granted]), over_s) + slack_s
 
 
 def _term(evidence: Evidence, slot: str, epoch: int) -> tuple[float, float]:

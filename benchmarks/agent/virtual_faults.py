@@ -59,12 +59,13 @@ def production_hung(node: VirtualNode) -> None:
     if slot.silent or slot.hung_s:
         return
     slot.hung_s = struck_s = node.time.now_s
-    before = len(node.evidence.starts), slot.comings
+    before = len(node.evidence.starts), slot.blinded
     until_s = node.later(lasts_s, lambda: _production_back(slot))
 
     def judge() -> None:
-        # A restarted agent has not seen its last step, nor has a slot that was opened anew.
-        seen = (len(node.evidence.starts), slot.comings) == before
+        # A restarted agent has not seen its last step, nor has a slot that was opened anew, or
+        # whose beats failed then.
+        seen = (len(node.evidence.starts), slot.blinded) == before
         if slot.hung_s == struck_s and seen and not slot.silent:
             node.dark(slot, "hung", since_s=struck_s + _HUNG_S + 2 * BEAT_S, until_s=until_s)
 
@@ -240,8 +241,9 @@ def beats_fail(node: VirtualNode) -> None:
         # A restart, a reload or another fault may have given the slot other decisions.
         slots = () if node.agent is None else node.agent.slots
         still = any(each.policy is policy for each in slots)
+        slot = next(each for each in node.slots if each.name == name)
+        slot.blinded += 1
         if share == 1.0 and still and vars(policy).get("observe") is raising:
-            slot = next(each for each in node.slots if each.name == name)
             node.dark(slot, "beats fail", since_s=struck_s + TICK_S / 2, until_s=until_s)
 
     node.later(until_s - struck_s - TICK_S, judge)
@@ -386,12 +388,12 @@ def slot_gone(node: VirtualNode) -> None:
     if node.agent is None or slot.name in node.gone:
         return
     node.gone.add(slot.name)
-    slot.comings += 1
+    slot.blinded += 1
     node.agent.reconfigure(node.config())
 
     def back() -> None:
         node.gone.discard(slot.name)
-        slot.comings += 1
+        slot.blinded += 1
         if node.agent is not None:
             node.agent.reconfigure(node.config())
 

@@ -175,8 +175,9 @@ class VirtualSlot:
     epochs: list[int] = field(default_factory=list)
     """Epochs that holders were given, for turns of gateways that go on with them."""
     guest_steps: int = 0
-    comings: int = 0
-    """How often it has left the configuration or come back."""
+    blinded: int = 0
+    """How often its policy began to observe anew: after failed beats, or in a configuration that it
+    left or came back to."""
     scraped_ns: int = 0
     """Stamps of the last pulse from a scrape, and of the last grant."""
     granted_s: float = 0.0

@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_state import EngineShape, PulseState
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
+from coserve.vllm.kv_connectors import remote_connectors
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     MOST_SHAPE_CHARACTERS,
@@ -38,13 +39,6 @@ BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
 _REFIT_BEATS = 10
 _CPU_INFO = Path("/proc/cpuinfo")
-_LOCAL_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "HiSparseConnector")
-"""vLLM's connectors that load KV from this host only. LMCache's may have a server elsewhere."""
-_SENDING_PREFIXES = ("Nixl", "Mooncake", "MoRIIO")
-"""vLLM's connectors between two engines, whose producers load from no other; stores are none of
-them (`MooncakeStoreConnector`)."""
-_LOCAL_OFFLOADING = "CPUOffloadingSpec"
-"""vLLM's default; tiers (`TieringOffloadingSpec`) may be object stores or other engines."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,35 +89,14 @@ def unfit_deployment(vllm_config: Any) -> str:
             "one API server of one node has"
         )
     transfer = vllm_config.kv_transfer_config
-    for connector, role in () if transfer is None else _remote_connectors(vars(transfer)):
+    for connector, role in () if transfer is None else remote_connectors(vars(transfer)):
         return (
             f"its requests may wait for KV of another machine ({connector}, {role}); harvest "
             "prefill engines (kv_producer), engines that offload KV to their own host "
-            "(OffloadingConnector, SimpleCPUOffloadConnector), or engines without a connector"
+            "(OffloadingConnector, SimpleCPUOffloadConnector, LMCache's CPU and disk), or engines "
+            "without a connector"
         )
     return ""
-
-
-def _remote_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and role of each connector that is not known to load KV from this host only; a
-    MultiConnector's own are in its extra configuration."""
-    name, role = transfer.get("kv_connector"), transfer.get("kv_role", "")
-    extra = transfer.get("kv_connector_extra_config") or {}
-    # A class of the operator's own may have the name of one of vLLM's.
-    own_class = transfer.get("kv_connector_module_path")
-    if name == "MultiConnector" and not own_class:
-        for each in extra.get("connectors", ()):
-            yield from _remote_connectors({"kv_role": role, **each})
-        return
-    if name == "OffloadingConnector":
-        spec = extra.get("spec_name", _LOCAL_OFFLOADING)
-        name = name if spec == _LOCAL_OFFLOADING else f"{name} with {spec}"
-    if name is None:
-        return
-    sends = name.startswith(_SENDING_PREFIXES) and "Store" not in name
-    local = name in _LOCAL_CONNECTORS or (role == "kv_producer" and sends)
-    if role == "kv_consumer" or own_class or not local:
-        yield name, role
 
 
 def shape_line(vllm_config: Any) -> str:

@@ -114,7 +114,7 @@ class GuestProcesses:
                 self._conclude(kill)
         if self._settle_again_ns and monotonic_ns() >= self._settle_again_ns:
             self.settle()
-        if self.memo_fault:
+        if self.memo_fault or (self._lifted and not os.access(self._memo, os.F_OK)):
             self._remember()
         return tuple(self._outcomes.popleft() for _ in range(len(self._outcomes)))
 
@@ -132,8 +132,9 @@ class GuestProcesses:
         self._remember()
         self._note(GuestAction.LIFT, lifted, faults)
 
-    def settle(self) -> None:
-        """Move lifted processes and their new threads back; failed moves are tried again."""
+    def settle(self, *, records: bool = True) -> None:
+        """Move lifted processes and their new threads back; failed moves are tried again. Without
+        `records` the record stays as it is."""
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
@@ -147,7 +148,8 @@ class GuestProcesses:
                 left.add(lifted)
         self._lifted = left
         self._settle_again_ns = monotonic_ns() + _SETTLE_AGAIN_NS if left else 0
-        self._remember()
+        if records:
+            self._remember()
         self._note(GuestAction.SETTLE, settled, faults)
 
     def kill(self, processes: Iterable[ProcessId]) -> None:
@@ -160,11 +162,12 @@ class GuestProcesses:
             self._ending = threading.Thread(target=self._end_under_mps, args=(self._mps, found))
             self._ending.start()
 
-    def close(self, *, wait: bool = True) -> None:
+    def close(self, *, wait: bool = True, records: bool = True) -> None:
         """Settle the lifted processes, join the kill thread and close all pidfds. Without `wait`
-        a thread that still asks the MPS daemon is left to end by itself."""
+        a thread that still asks the MPS daemon is left to end by itself; without `records` the
+        record of lifted processes is another agent's."""
         if self._lifted:
-            self.settle()
+            self.settle(records=records)
         if self._ending is not None:
             if not wait and self._ending.is_alive():
                 return

@@ -22,7 +22,7 @@ from harvester.contracts.page import PageDirectory, PageHeld, PageName, PageRead
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.whole_file import TEMPORARY
+from harvester.platform.whole_file import TEMPORARY, is_there
 
 _RUN_KINDS = ("lease", "lifted", "release")
 _RECORD_KINDS = ("journal", "journal.1", "state")
@@ -175,7 +175,7 @@ def _remove_root(config: AgentConfig, done: RemovalReport) -> None:
 
 def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) -> None:
     state = config.state_dir
-    if not state.is_dir():
+    if not is_there(state) or not state.is_dir():
         return
     names = ["stops.json", STATE_LOCK]
     for slot in config.slots:
@@ -208,7 +208,7 @@ def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
     """Whether it may be ours: the agent takes no link, which could lead anywhere."""
     if path.is_symlink() and done is not None:
         done.left[path] = "a link, which RoseMux never makes"
-    return path.is_dir() and not path.is_symlink()
+    return is_there(path) and path.is_dir() and not path.is_symlink()
 
 
 def _remove_directory(path: Path, done: RemovalReport) -> None:

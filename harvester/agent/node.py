@@ -41,6 +41,10 @@ _log = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 RELOADER = "operator, by SIGHUP"
 _BEAT_S = SlotSettings().beat_s
+_ORDERS_NS = 200_000_000
+"""Age at which orders are read again before a slot's grant: with the grant's time to live an order
+in a file closes every gate within 1 s, however long the agent was stopped between read and grant,
+or earlier slots of the beat waited for their disk."""
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -101,15 +105,16 @@ class NodeAgent:
     def beat(self) -> None:
         """Raises NotYet where another agent has taken `state_dir` over."""
         self._lock.keep()
-        now = self.clock.now()
-        switch = read_kill_switch(self._kill_file, self._last_read)
-        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
-        stops = self.stops.refresh(now=now)
-        self._stop_audit.observe(stops, caller="", now=now)
+        now, read_ns = self.clock.now(), monotonic_ns()
+        switch, stops = self._orders(now=now)
         for slot in self.slots:
+            sampled_ns = monotonic_ns()
+            if sampled_ns - read_ns > _ORDERS_NS:
+                read_ns = sampled_ns
+                switch, stops = self._orders(now=self.clock.now())
             # A slot that is about to be closed is drained until then.
             leaving = slot.name in self.slots.unopened
-            self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops)
+            self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops, sampled_ns)
         if switch is not self._switched:
             fault = self._last_read.fault
             self.audit.note(
@@ -121,14 +126,24 @@ class NodeAgent:
             )
             self._switched = switch
         self._count_ended()
+        self._lease_audit.check(now=now)
         self.audit.check(now=now)
         self._beat_at_s = now
 
-    def _beat_slot(self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...]) -> None:
+    def _orders(self, *, now: float) -> tuple[KillSwitch, tuple[Stop, ...]]:
+        switch = read_kill_switch(self._kill_file, self._last_read)
+        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
+        stops = self.stops.refresh(now=now)
+        self._stop_audit.observe(stops, caller="", now=now)
+        return switch, stops
+
+    def _beat_slot(
+        self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], sampled_ns: int
+    ) -> None:
         """Beats one slot. If that raises, its grant ends at once, and other slots go on."""
         # Leases expire for each slot, behind its grant's stamp: an agent that was stopped anywhere
         # in the beat opens no gate under a lease that ended meanwhile.
-        failed, sampled_ns, now = slot.failed, monotonic_ns(), self.clock.now()
+        failed, now = slot.failed, self.clock.now()
         self.leases.expire(now=now)
         try:
             slot.beat(switch, stops, sampled_ns=sampled_ns, now=now)

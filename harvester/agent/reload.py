@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harvester.config import AgentConfig, SlotConfig
+from harvester.policy.settings import flat_fields
 
 NODE_FIELDS = ("mode", "stop", "tenants", "unsafe_experiments")
 SLOT_FIELDS = ("engine_url", "offered_url", "model", "concurrency", "kv_tokens", "stop", "policy")
@@ -123,14 +124,6 @@ def _values(config: AgentConfig) -> Iterator[tuple[str, Any]]:
     """Every field by its dotted path; a slot's by its name."""
     fields = config.model_dump()
     slots = fields.pop("slots")
-    yield from _flat(fields, "")
+    yield from flat_fields(fields)
     for slot in slots:
-        yield from _flat(slot, f"slots.{slot['name']}.")
-
-
-def _flat(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        yield from flat_fields(slot, f"slots.{slot['name']}.")

@@ -46,6 +46,7 @@ from harvester.policy.effects import (
 )
 from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
+from harvester.policy.production import silence
 from harvester.policy.sample import (
     SCRAPED_PULSE,
     ActionOutcome,
@@ -182,8 +183,8 @@ class Slot:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._leases.offer(self.name, state, reason)
-        silent = [f"{each.name} is {each.fault}" for each in sample.pulses if each.record is None]
-        self._unready = self.fault or "; ".join(silent) or ("" if sample.pulses else "no pulse")
+        # In the policy's words: where silence is the offer's reason too, it is said once.
+        self._unready = self.fault or silence(sample.pulses)
         lease = self.live_lease
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
@@ -378,7 +379,7 @@ class Slot:
             steps.callback(self.sensor.close)
             if self._mps is not None:
                 steps.callback(self._mps.close, wait=wait)
-            steps.callback(self._guest.close, wait=wait)
+            steps.callback(self._guest.close, wait=wait, records=records)
             steps.callback(self._grant_page.close)
             steps.callback(self.shut, "agent stopped")
 

@@ -30,6 +30,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
 from harvester.platform.file_lock import lock_holder
+from harvester.platform.whole_file import is_there
 
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
@@ -107,7 +108,7 @@ def status(
 def _slot_directories(pages: Path) -> list[PageDirectory]:
     """Raises PermissionError where this user may not look: no page is another matter."""
     found = [pages, *sorted(path for path in pages.glob("*") if path.is_dir())]
-    return [PageDirectory(path) for path in found if (path / PageName.GRANT).exists()]
+    return [PageDirectory(path) for path in found if is_there(path / PageName.GRANT)]
 
 
 def _page_table(directories: list[PageDirectory]) -> Table:

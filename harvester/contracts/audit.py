@@ -30,6 +30,7 @@ class AuditKind(StrEnum):
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"
     RENEWAL_REFUSED = "renewal_refused"
+    REFUSALS_OMITTED = "refusals_omitted"
     LEASE_ENDED = "lease_ended"
     SLOT_STATE = "slot_state"
     QUARANTINED = "quarantined"

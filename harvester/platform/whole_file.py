@@ -31,6 +31,16 @@ def replace(path: Path, data: bytes, *, mode: int | None = 0o600) -> None:
     sync_directory(path.parent)
 
 
+def is_there(path: Path) -> bool:
+    """Raises PermissionError where this user may not look: `Path.exists` does so before Python 3.14
+    and says False from it on."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def sync_directory(path: Path) -> None:
     """Make created, replaced and removed names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

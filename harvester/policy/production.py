@@ -189,7 +189,7 @@ class ProductionWatch:
             engines.append((engine, own, _works(tuple(own.values())), patience_s))
         return PulseFacts(
             readings=readings,
-            silent=_silence(readings),
+            silent=silence(readings),
             pulses=pulses,
             engines=engines,
             model=model,
@@ -343,7 +343,8 @@ def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
     return engines
 
 
-def _silence(readings: tuple[PulseReading, ...]) -> str:
+def silence(readings: tuple[PulseReading, ...]) -> str:
+    """Which expected pulses are not there, and why; "" if all are."""
     if not readings:
         return "no pulse is expected or present: production writes none in these pages"
     absent = [reading for reading in readings if reading.record is None]

@@ -5,9 +5,10 @@ object. Meaningless values are refused here, values that harm production by `pol
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field, fields
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from harvester.contracts.page.records import Law
 
@@ -251,3 +252,12 @@ class SlotSettings:
 _Settings = (
     SlotSettings | LevelSettings | MissSettings | BudgetSettings | ProofSettings | ProfileSettings
 )
+
+
+def flat_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field by its dotted path, for comparing configurations."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flat_fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

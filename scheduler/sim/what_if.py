@@ -18,7 +18,7 @@ from harvester.contracts.errors import UNDECODABLE, Corrupt, Unsupported
 from harvester.contracts.journal import Decided, Opened, read_journal
 from harvester.contracts.page import Guest
 from harvester.policy.sample import SlotSample
-from harvester.policy.settings import Mode, SlotSettings
+from harvester.policy.settings import Mode, SlotSettings, flat_fields
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
@@ -164,22 +164,12 @@ class _Run:
 
 
 def _differences(old: SlotSettings, new: SlotSettings) -> tuple[str, ...]:
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = (dict(flat_fields(msgspec.to_builtins(each))) for each in (old, new))
     return tuple(
         f"{name}: {before.get(name)} -> {value}"
         for name, value in sorted(after.items())
         if before.get(name) != value
     )
-
-
-def _flat(settings: SlotSettings) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in msgspec.to_builtins(settings).items():
-        if isinstance(value, dict):
-            found += [(f"{name}.{inner}", each) for inner, each in value.items()]
-        else:
-            found.append((name, value))
-    return found
 
 
 def what_if_text(found: WhatIf) -> str:

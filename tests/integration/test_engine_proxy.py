@@ -1,7 +1,10 @@
 """The engine proxy in front of a fake engine: what passes, what does not, and how requests end."""
 
 import asyncio
+import ctypes
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ from aiohttp import web
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
 from harvester.platform.tls import ServerTls
+from harvester.proxy import engine_proxy
 from harvester.proxy.engine_proxy import EngineProxy, ProxySettings
 from harvester.proxy.routes import ROUTES
 from tests.certificates import token_file
@@ -213,6 +217,79 @@ async def test_an_engine_notices_at_once_when_the_caller_goes() -> None:
         async with asyncio.timeout(5):
             await gone.wait()
     assert engine.open == 0
+
+
+STREAM_BYTES = 1 << 23
+
+
+class Streams:
+    """An engine that streams without end, or to `STREAM_BYTES`; and one caller with a small buffer
+    that reads nothing of its own accord."""
+
+    def __init__(self, *, part: bytes, most: int = 1 << 62) -> None:
+        self._part, self._most = part, most
+        self.ended = asyncio.Event()
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        try:
+            await reply.prepare(request)
+            for _ in range(self._most // len(self._part)):
+                await reply.write(self._part)
+                await asyncio.sleep(0 if len(self._part) > 100 else 0.01)
+            return reply
+        finally:
+            self.ended.set()
+
+    @asynccontextmanager
+    async def caller(self) -> AsyncIterator[socket.socket]:
+        app = web.Application()
+        app.add_routes([web.post("/inference/v1/generate", self._stream)])
+        async with proxied(app) as (url, _):
+            with socket.socket() as caller:
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                caller.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+                caller.sendall(b"POST /inference/v1/generate HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+                caller.setblocking(False)
+                yield caller
+
+
+def cut_off(caller: socket.socket) -> None:
+    """No packet reaches the caller any more, and it acknowledges none."""
+    so_attach_filter, drop_all = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
+    program = ctypes.create_string_buffer(drop_all)
+    caller.setsockopt(
+        socket.SOL_SOCKET, so_attach_filter, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    )
+
+
+async def test_a_caller_that_lives_may_leave_its_stream_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the event loop of a trainer does in a training step; a second stands for ten."""
+    monkeypatch.setattr(engine_proxy, "_UNREACHABLE_S", 1.0)
+    engine = Streams(part=b"x" * (1 << 16), most=STREAM_BYTES)
+    loop = asyncio.get_running_loop()
+    async with engine.caller() as caller, asyncio.timeout(30):
+        await asyncio.sleep(5.0)
+        assert not engine.ended.is_set()
+        read = 0
+        while part := await loop.sock_recv(caller, 1 << 16):
+            read += len(part)
+        assert read > STREAM_BYTES
+
+
+@pytest.mark.parametrize("part_bytes", [10, 1 << 16], ids=["slow stream", "full buffers"])
+async def test_a_caller_that_is_cut_off_in_its_stream_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(engine_proxy, "_UNREACHABLE_S", 1.0)
+    engine = Streams(part=b"x" * part_bytes)
+    loop = asyncio.get_running_loop()
+    async with engine.caller() as caller, asyncio.timeout(20):
+        assert await loop.sock_recv(caller, 100)
+        cut_off(caller)
+        await engine.ended.wait()
 
 
 async def test_a_stream_that_the_engine_breaks_is_broken_for_the_caller_too() -> None:

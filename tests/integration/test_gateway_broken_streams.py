@@ -1,6 +1,7 @@
 """A broken stream is a fault of its attempt; a broken engine is down."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from harvester.contracts.ids import EngineId
+from scheduler.gateway.engines import engine_client, stream
 from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.blame import BlamePolicy
 from tests.integration.fake_engine import FakeEngine
@@ -107,6 +109,43 @@ async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
         first, *scores = reply["prompt_logprobs"]
         assert (status, first, engine.scored) == (200, None, 2)
         assert [[*each] for each in scores] == [[str(token)] for token in PROMPT[1:]]
+
+
+class LargeReplies(FakeEngine):
+    """Its routed experts, or its scores, are larger than the gateway takes."""
+
+    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
+        reply = super().score(token_ids, sampling)
+        self.scored += 1
+        return web.json_response({**json.loads(reply.text or ""), "routed_experts": "x" * LARGE})
+
+    async def _stream(self, response: web.StreamResponse, *given: Any) -> None:
+        choice = {"index": 0, "token_ids": [1], "routed_experts": "x" * LARGE}
+        event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+        self.streamed += 1
+        await response.write(event)
+
+    streamed = 0
+
+
+LARGE, TAKEN = 1 << 21, 1 << 16
+
+
+@pytest.mark.parametrize("part", ["event", "scores"])
+async def test_a_reply_larger_than_the_gateway_takes_is_refused_and_no_engine_s_fault(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (stream, engine_client):
+        monkeypatch.setattr(module, "MAX_EVENT_BYTES", TAKEN)
+    engines = [LargeReplies(step_s=0.001, epoch=None) for _ in range(2)]
+    sampling = {"max_tokens": 2, "prompt_logprobs": 0} if part == "scores" else {"max_tokens": 2}
+    async with gateway_on(*engines) as gateway:
+        for number in range(5):
+            body = {"request_id": f"t{number}", "token_ids": PROMPT, "sampling_params": sampling}
+            status, reply = await gateway.post("/inference/v1/generate", body)
+            assert (status, "request fewer" in reply["error"]["message"]) == (400, True)
+        assert sum(engine.streamed + engine.scored // 2 for engine in engines) == 5
+        assert all(each["up"] for each in (await gateway.status())["engines"].values())
 
 
 async def test_a_token_that_no_engine_has_a_log_probability_for_ends_the_turn_in_words() -> None:

@@ -1,6 +1,7 @@
 """Audit events of the lease table's answers: leases with their holders, refusals with reasons.
 
-A request and its answer are one event; a granted renewal gives no event.
+A request and its answer are one event; a granted renewal gives no event. Refusals are bounded for
+each caller, so that a noisy one hides no other's.
 """
 
 from harvester.agent.audit.audit_log import AGENT, AuditLog
@@ -15,11 +16,33 @@ from harvester.contracts.wire.leases import (
 )
 from harvester.policy.lease_table import SlotLease
 
+_CALLERS = 8
+_PER_S = 0.1
+"""All callers together, noisy for ever, fill the audit's default bound in two weeks."""
+_OTHERS = "other callers"
+"""Callers beyond `_CALLERS`; their refusals are bounded together."""
+_QUIET_S = 1 / _PER_S
+_FORGOTTEN_S = 60.0 / _PER_S
+"""A caller who was silent for so long has a whole burst again, as a new one has."""
+
 
 class LeaseAudit:
     def __init__(self, log: AuditLog) -> None:
         self._log = log
-        self._refused = EventLimit()
+        self._limits: dict[str, EventLimit] = {}
+
+    def check(self, *, now: float) -> None:
+        """Once a beat: what was left out of a caller who has fallen silent, as one event."""
+        for who, limit in tuple(self._limits.items()):
+            silent_s = now - (limit.at_s or 0.0)
+            if limit.omitted and silent_s >= _QUIET_S:
+                self._log.note(AuditKind.REFUSALS_OMITTED, who=who, omitted=limit.taken())
+            if silent_s >= _FORGOTTEN_S:
+                del self._limits[who]
+
+    def _limit(self, who: str) -> EventLimit:
+        known = who in self._limits or len(self._limits) < _CALLERS
+        return self._limits.setdefault(who if known else _OTHERS, EventLimit(per_s=_PER_S))
 
     def granted(self, lease: SlotLease, *, who: str, ttl_s: float) -> None:
         reason = f"for {ttl_s:g} s at a time"
@@ -27,7 +50,8 @@ class LeaseAudit:
         self._log.note(AuditKind.LEASE_GRANTED, slot=lease.slot, who=who, reason=reason, **fields)
 
     def refused(self, request: LeaseRequest, answer: LeaseRefused, *, who: str, now: float) -> None:
-        if self._refused.admits(now=now):
+        limit = self._limit(who)
+        if limit.admits(now=now):
             self._log.note(
                 AuditKind.LEASE_REFUSED,
                 slot=request.slot,
@@ -35,7 +59,7 @@ class LeaseAudit:
                 job=request.job,
                 who=who,
                 reason=answer.reason,
-                omitted=self._refused.taken(),
+                omitted=limit.taken(),
             )
 
     def renewal_refused(
@@ -43,7 +67,8 @@ class LeaseAudit:
     ) -> None:
         """`held` is the lease that the caller named, if it is in force. The answer of an unknown id
         has no name: a text that a caller made up is not repeated."""
-        if not self._refused.admits(now=now):
+        limit = self._limit(who)
+        if not limit.admits(now=now):
             return
         fields = {} if held is None else {"slot": held.slot, **lease_fields(held)}
         if held is None and answer.reason is not EndReason.UNKNOWN:
@@ -52,7 +77,7 @@ class LeaseAudit:
             AuditKind.RENEWAL_REFUSED,
             who=who,
             reason=answer.reason.value,
-            omitted=self._refused.taken(),
+            omitted=limit.taken(),
             **fields,
         )
 

@@ -315,10 +315,13 @@ class Renderer:
                     async with asyncio.timeout(self._render_s):
                         response = await peer.post(path, data, {})
                         with closing(response):
-                            raw = await response.read_most(_MOST_BYTES)
+                            raw = await response.read_most(_MOST_BYTES + 1)
                     if response.status in (200, *_WRONG_REQUEST):
                         self._found(away=False)
                     shown = raw[:200].decode(errors="replace")
+                    if response.status == 200 and len(raw) > _MOST_BYTES:
+                        more = f"a reply of more than {_MOST_BYTES} bytes; request less at once"
+                        raise RendererFault(f"text cannot be rendered: {peer.url}{path}: {more}")
                     if response.status == 200:
                         reply = msgspec.json.decode(raw)
                         msgspec.convert(reply, of)

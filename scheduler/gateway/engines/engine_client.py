@@ -24,6 +24,7 @@ from scheduler.gateway.engines.engine_faults import (
     EngineUnreachable,
     RequestRefused,
     refusal,
+    too_large,
 )
 from scheduler.gateway.engines.generate_body import generate_body
 from scheduler.gateway.engines.identity import change_between, change_shown_by
@@ -132,7 +133,10 @@ class EngineClient(EngineControl):
             "extra_args": body["sampling_params"]["extra_args"],
         }
         async with self._replying(body, epoch) as reply:
-            raw = await reply.read_most(MAX_EVENT_BYTES + scores * _SCORE_BYTES)
+            most_bytes = MAX_EVENT_BYTES + scores * _SCORE_BYTES
+            raw = await reply.read_most(most_bytes + 1)
+            if len(raw) > most_bytes:
+                raise too_large("a prompt's scores", most_bytes)
             try:
                 scored = msgspec.json.decode(raw, type=_Scored)
                 values = bytes(scored.prompt_logprobs)

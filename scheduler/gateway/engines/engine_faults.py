@@ -49,6 +49,15 @@ class EngineBusy(Exhausted):
         self.retry_after_s = retry_after_s
 
 
+def too_large(what: str, most_bytes: int) -> RequestRefused:
+    """The fault of a request that an engine answers with more than the gateway takes: another
+    engine would too, and none is to blame."""
+    return RequestRefused(
+        f"{what} of more than {most_bytes} bytes, the most that is taken: request fewer tokens, "
+        "scores or candidates, or no routed experts"
+    )
+
+
 def refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     """The fault that an engine's answer with this HTTP status reports; `retry_after` as its header
     says."""

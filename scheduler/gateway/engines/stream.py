@@ -11,6 +11,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_of
 from harvester.contracts.wire.rollouts import MAX_OUTPUT_TOKENS, Span, TokenLogprob
+from scheduler.gateway.engines.engine_faults import too_large
 
 MAX_EVENT_BYTES = 64 << 20
 """The routed experts of a long turn come in one event."""
@@ -21,6 +22,7 @@ _ID_BYTES = 16
 _LOGPROBS_BYTES = 1 << 15
 """Most bytes of a token's log-probabilities: of its 128 candidates, 256 each."""
 _SHOWN_BYTES = 80
+_EVENT = b"data: {"
 DONE = b"[DONE]"
 
 
@@ -182,11 +184,14 @@ class EventStream:
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[EngineChunk]:
-        """Raises PeerProtocolError where the bytes are no event stream of chunks."""
+        """Raises PeerProtocolError for bytes that are no stream of chunks, RequestRefused for an
+        event that is too large."""
         seen = max(0, len(self._left) - 1)
         self._left += data
         end = self._left.rfind(b"\n\n", seen)
         if len(self._left) - max(end, 0) > MAX_EVENT_BYTES:
+            if self._left.startswith(_EVENT, 0 if end < 0 else end + 2):
+                raise too_large("an event", MAX_EVENT_BYTES)
             raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
         if end < 0:
             return

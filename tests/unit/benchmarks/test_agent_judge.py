@@ -140,9 +140,17 @@ TAMPERED: dict[str, tuple[str, Callable[[Evidence], None]]] = {
         "unleased_turns",
         _add("turns", TurnServed(slot=SLOT, epoch=2, at_s=10.1)),
     ),
-    "a turn behind the last grant": (
+    "a turn before its lease": (
         "unleased_turns",
-        _add("turns", TurnServed(slot=SLOT, epoch=3, at_s=19.51)),
+        _add("turns", TurnServed(slot=SLOT, epoch=3, at_s=8.9)),
+    ),
+    "a turn behind the lease's end": (
+        "unleased_turns",
+        lambda e: (e.grants.pop(), e.turns.append(TurnServed(slot=SLOT, epoch=3, at_s=19.1))),
+    ),
+    "a turn of an epoch that a later grant has ended": (
+        "unleased_turns",
+        _add("turns", TurnServed(slot=SLOT, epoch=3, at_s=12.05)),
     ),
     "an epoch that falls": ("unleased_grants", lambda e: e.grants.reverse()),
     "a grant without its line": ("unrecorded", lambda e: e.decisions[SLOT].__delitem__(2)),
@@ -187,6 +195,17 @@ TAMPERED: dict[str, tuple[str, Callable[[Evidence], None]]] = {
 
 def test_a_clean_record_is_not_convicted() -> None:
     assert judged(_clean()).notes == []
+
+
+def test_a_grant_without_its_agent_stands_until_it_expires_and_no_longer() -> None:
+    evidence = _clean()
+    evidence.grants[2:] = [_seen(18.9)]
+    evidence.good.append(GoodData(slot=SLOT, at_s=18.8, until_s=19.0))
+    evidence.decisions[SLOT][2:] = [_line(18.89, _write(_OPEN))]
+    evidence.turns = [TurnServed(slot=SLOT, epoch=3, at_s=19.3)]
+    assert judged(evidence).notes == []
+    evidence.turns.append(TurnServed(slot=SLOT, epoch=3, at_s=19.4))
+    assert set(judged(evidence).violations) == {"unleased_turns"}
 
 
 @pytest.mark.parametrize("name", TAMPERED)

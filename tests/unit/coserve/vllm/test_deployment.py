@@ -1,5 +1,7 @@
 """Deployments beside which no guest may run, from configurations with vLLM's fields."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +48,17 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 LOCAL = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+LMCACHE = {
+    "kv_connector": "LMCacheConnectorV1",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"lmcache.enable_p2p": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +97,20 @@ WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
         (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("OffloadingConnector", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("NixlPullConnector", "kv_both")), "NixlPullConnector", "kv_producer"),
-        (config(transfer("LMCacheConnectorV1", "kv_producer")), "LMCacheConnectorV1", "own host"),
         (config(transfer("HF3FSKVConnector", "kv_producer")), "HF3FSKVConnector", "own host"),
         (config(transfer("MooncakeStoreConnector", "kv_producer")), "MooncakeStore", "own host"),
-        (config(transfer("LMCacheConnectorV1", "kv_both")), "LMCacheConnectorV1", "own host"),
+        (
+            config(
+                transfer("LMCacheConnectorV1", "kv_both", **{"lmcache.remote_url": "redis://h"})
+            ),
+            "LMCacheConnectorV1 with remote_url",
+            "LMCache's CPU and disk",
+        ),
+        (
+            config(transfer("LMCacheConnectorV1", "kv_both", module="house.kv")),
+            "LMCacheConnectorV1",
+            "own host",
+        ),
         (config(transfer("LMCacheMPConnector", "kv_both")), "LMCacheMPConnector", "own host"),
         (config(transfer("HouseConnector", "kv_both", module="house.kv")), "House", "own host"),
         (
@@ -125,3 +147,77 @@ def test_an_engine_that_waits_for_other_machines_is_refused_with_a_remedy(
     found = unfit_deployment(unfit)
     assert reason in found
     assert remedy in found
+
+
+LOCAL_FILE = """
+chunk_size: 256
+local_cpu: true
+max_local_cpu_size: 40.0
+local_disk: file:///var/cache/kv/
+max_local_disk_size: 200
+remote_url: null
+enable_p2p: false
+"""
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize(
+    ("extra", "environment", "file"),
+    [
+        ({}, {}, None),
+        ({"lmcache.local_cpu": True, "use_native": True}, {}, None),
+        ({}, {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_REMOTE_URL": ""}, None),
+        ({}, {"LMCACHE_ENABLE_P2P": "False", "LMCACHE_LOG_LEVEL": "INFO"}, None),
+        ({}, {}, LOCAL_FILE),
+        ({}, {}, ""),
+    ],
+)
+def test_lmcache_whose_every_setting_keeps_kv_on_this_host_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    role: str,
+    extra: dict[str, Any],
+    environment: dict[str, str],
+    file: str | None,
+) -> None:
+    set_up(monkeypatch, tmp_path, environment, file)
+    assert unfit_deployment(config(transfer("LMCacheConnectorV1", role, **extra))) == ""
+    nested = {**LMCACHE, "kv_connector_extra_config": extra}
+    several_of_them = transfer("MultiConnector", "kv_both", connectors=[LOCAL, nested])
+    assert unfit_deployment(config(several_of_them)) == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "file", "reason"),
+    [
+        ({"LMCACHE_REMOTE_URL": "lm://cache:65432"}, None, "remote_url"),
+        ({"LMCACHE_REMOTE_URL": "lm://cache:65432"}, LOCAL_FILE, "remote_url"),
+        ({"LMCACHE_REMOTE_CONFIG_URL": "http://h"}, None, "remote_config_url"),
+        ({"LMCACHE_SETTING_OF_TOMORROW": "1"}, None, "setting_of_tomorrow"),
+        ({}, LOCAL_FILE + "storage_plugins: [house]\n", "storage_plugins"),
+        ({}, LOCAL_FILE + "extra_config: {enable_nixl_storage: true}\n", "extra_config"),
+        ({}, "- no mapping", "cannot be read"),
+        ({}, "a: [", "cannot be read"),
+        ({"LMCACHE_CONFIG_FILE": "/no/such/file"}, None, "cannot be read"),
+    ],
+)
+def test_lmcache_with_any_other_setting_is_refused_and_the_setting_named(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    file: str | None,
+    reason: str,
+) -> None:
+    set_up(monkeypatch, tmp_path, environment, file)
+    found = unfit_deployment(config(transfer("LMCacheConnectorV1", "kv_both")))
+    assert reason in found
+
+
+def set_up(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, environment: dict[str, str], file: str | None
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if file is not None:
+        (folder / "lmcache.yaml").write_text(file)
+        monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(folder / "lmcache.yaml"))

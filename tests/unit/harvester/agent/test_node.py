@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from harvester.agent.node import NodeAgent
+from harvester.cli.agent_tables import agent_sentences
 from harvester.config import AgentConfig, OwnersConfig
 from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
@@ -31,8 +33,14 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
-from harvester.contracts.wire.stops import StopOrder, StopRequest
+from harvester.contracts.wire.leases import (
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotOffers,
+)
+from harvester.contracts.wire.stops import Stop, StopOrder, StopRequest
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
@@ -157,6 +165,27 @@ def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> Non
     assert stage.grant().mode == "closed"
     assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0
     assert (stage.node.leases.live(SLOT) is not None) == (text == "hold\n")
+
+
+@pytest.mark.parametrize("order", ["kill", "stop"])
+def test_an_order_that_comes_while_a_beat_stands_still_opens_no_gate(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """SIGSTOP, or another slot's disk, between the read of the order's file and the grant."""
+    stage.harvest()
+    assert stage.grant().mode is GrantMode.OPEN
+    refresh = stage.node.stops.refresh
+
+    def stopped(*, now: float) -> tuple[Stop, ...]:
+        found = refresh(now=now)
+        (stage.config.page_root / order).write_text("drain")
+        monkeypatch.setattr(stage.node.stops, "refresh", refresh)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(stage.node.stops, "refresh", stopped)
+    stage.beats()
+    assert stage.grant().mode is GrantMode.CLOSED
 
 
 def test_a_held_slot_names_the_order_while_it_is_leased(stage: Stage) -> None:
@@ -634,7 +663,8 @@ def test_a_scrape_that_never_succeeded_is_missing_whatever_else_production_says(
     assert "pulse.metrics.0 missing: `metrics_url` gives none" in refused.reason
     age_s = stage.metric("harvester_signal_age_seconds", slot=SLOT, source="pulse.metrics.0")
     assert age_s == math.inf
-    assert stage.node.silent_slots() == [(SLOT, "pulse.metrics.0 is missing")]
+    ((_, why),) = stage.node.silent_slots()
+    assert why.startswith("pulse.metrics.0 missing: ")
     stage.node.close()
 
 
@@ -645,8 +675,21 @@ def test_a_slot_that_is_off_is_still_not_ready_without_its_pulse(stage: Stage) -
     assert stage.node.silent_slots() == []
     stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
     stage.beats()
-    assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 is expired")]
-    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 is expired"]
+    assert stage.node.silent_slots() == [(SLOT, "pulse.prod.0 expired")]
+    assert [slot.offer().unready for slot in stage.node.slots] == ["pulse.prod.0 expired"]
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_the_status_says_once_that_a_pulse_is_not_there(stage: Stage, expired: bool) -> None:
+    if expired:
+        stage.production()
+        stage.beats(3)
+        stage.pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
+    stage.beats(3)
+    offers = SlotOffers(node="n", slots=[slot.offer() for slot in stage.node.slots])
+    (sentence,) = agent_sentences(offers)
+    assert sentence.startswith(f"Slot {SLOT} needs a look: ")
+    assert sentence.endswith("pulse.prod.0 expired" if expired else "in these pages")
 
 
 def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(

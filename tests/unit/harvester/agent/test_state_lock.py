@@ -17,6 +17,7 @@ from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, NotYet
 from harvester.contracts.page import PageDirectory
+from harvester.contracts.process import ProcessId, process_ids
 from harvester.contracts.wire.stops import StopOrder, StopRequest
 
 HOLDER = """
@@ -106,6 +107,64 @@ def test_an_agent_whose_state_dir_another_took_over_ends_and_leaves_it_alone(
     assert contents(config.state_dir) == before
     other.beat()
     other.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
+def test_an_agent_that_lost_its_state_dir_settles_its_guest_and_leaves_the_other_s_record(
+    config: AgentConfig, sleepers: list[ProcessId]
+) -> None:
+    """Else a process that the other has lifted would stay so, if that agent is killed."""
+    node = started(config)
+    lift(node, config, sleepers[0])
+    shutil.rmtree(config.state_dir)
+    other = started(elsewhere(config))
+    lift(other, elsewhere(config), sleepers[1])
+    before = contents(config.state_dir)
+    with pytest.raises(NotYet):
+        node.beat()
+    node.close()
+    assert contents(config.state_dir) == before
+    assert [is_idle(process) for process in sleepers] == [True, False]
+    for slot in other.slots:  # As after a kill.
+        slot._guest._lifted.clear()
+    other.close()
+    undo(elsewhere(config), records=False)
+    assert [is_idle(process) for process in sleepers] == [True, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
+def test_a_state_dir_that_was_emptied_gets_the_record_of_lifted_processes_again(
+    config: AgentConfig, sleepers: list[ProcessId]
+) -> None:
+    node = started(config)
+    lift(node, config, sleepers[0])
+    shutil.rmtree(config.state_dir)
+    node.beat()
+    assert (config.state_dir / "slot0.lifted").exists()
+    node.close()
+    assert is_idle(sleepers[0])
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[ProcessId]]:
+    """Idle processes, as guests are."""
+    started = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for process in started:
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+    yield list(process_ids([process.pid for process in started]))
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def lift(node: NodeAgent, config: AgentConfig, process: ProcessId) -> None:
+    (config.page_root / "slot0" / "guest").touch()
+    node.slots[0]._guest.lift([process])
+    assert not is_idle(process)
+
+
+def is_idle(process: ProcessId) -> bool:
+    return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 def test_a_disk_that_takes_no_lock_ends_no_agent(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from harvester.platform.whole_file import make_writable, write_whole
+from harvester.platform.whole_file import is_there, make_writable, write_whole
 
 
 def test_a_folder_is_made_and_no_file_is_left_behind(tmp_path: Path) -> None:
@@ -34,3 +34,19 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path.write_text("older and longer")
     write_whole(path, "newer")
     assert [each.read_text() for each in tmp_path.iterdir()] == ["newer"]
+
+
+def test_a_place_where_this_user_may_not_look_is_not_taken_for_an_absent_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    assert is_there(tmp_path)
+    assert not is_there(tmp_path / "absent")
+    assert not is_there(tmp_path / "file" / "below")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.stat", refused)
+    with pytest.raises(PermissionError):
+        is_there(tmp_path)

@@ -60,7 +60,9 @@ class Stage:
     def guest(self, *, ttl_ns: int = 10**12, **fields: Any) -> None:
         self.pages.guest_writer().write(Guest(**fields), now_ns=monotonic_ns(), ttl_ns=ttl_ns)
 
-    def ask(self, request_id: str = "r1", *, job: str = "j") -> LeaseGranted | LeaseRefused:
+    def ask(
+        self, request_id: str = "r1", *, job: str = "j", who: str = CALLER
+    ) -> LeaseGranted | LeaseRefused:
         request = LeaseRequest(
             request_id=request_id,
             slot=SLOT,
@@ -68,7 +70,7 @@ class Stage:
             job=JobId(job),
             duration_s=10.0,
         )
-        return self.node.take(request, who=CALLER)
+        return self.node.take(request, who=who)
 
     def beats(self, count: int = 1) -> None:
         for _ in range(count):
@@ -149,6 +151,35 @@ def test_a_refusal_has_its_job_and_reason(stage: Stage) -> None:
     assert isinstance(stage.ask("r2", job="other"), LeaseRefused)
     refused = stage.last("lease_refused")
     assert (refused.job, refused.who, refused.reason) == ("other", CALLER, "leased to job j")
+
+
+def test_a_noisy_caller_hides_no_other_caller_s_refusals(stage: Stage) -> None:
+    stage.harvest()
+    for number in range(200):
+        stage.ask(f"n{number}", job="noisy", who="from 10.0.0.1")
+    stage.ask("r2", job="quiet")
+    assert stage.last("lease_refused").who == CALLER
+    assert len(stage.of("lease_refused")) == 61
+    stage.beats(99)
+    assert stage.of("refusals_omitted") == []
+    stage.beats(100)
+    (omitted,) = stage.of("refusals_omitted")
+    assert (omitted.who, omitted.omitted) == ("from 10.0.0.1", 140)
+
+
+def test_callers_without_end_fill_no_audit(stage: Stage) -> None:
+    stage.harvest()
+    for number in range(1000):
+        stage.ask(f"n{number}", job="j2", who=f"from 10.0.0.{number}")
+        stage.ask(f"m{number}", job="j2", who="from 10.1.0.1")
+    assert len(stage.of("lease_refused")) == 7 + 60 + 60
+    stage.clock.now_s += 600.0
+    stage.beats()
+    omitted = {event.who: event.omitted for event in stage.of("refusals_omitted")}
+    assert omitted == {"other callers": 1000 - 7 - 60, "from 10.1.0.1": 1000 - 60}
+    stage.ask("r3", job="j2")
+    stage.ask("r4", job="j3")
+    assert stage.last("lease_refused").who == CALLER
 
 
 def test_a_refused_renewal_names_the_lease_that_ended_and_no_made_up_one(stage: Stage) -> None:

@@ -161,6 +161,15 @@ async def test_a_render_reply_without_its_fields_is_the_renderer_s_fault(
         await renderer_of(hollow).tokenize(["one"])
 
 
+async def test_a_reply_larger_than_is_taken_is_refused_with_its_size_and_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler.gateway.dialects.renderer._MOST_BYTES", 100)
+    large, other = ShortPeer("[" * 200, status=200), ShortPeer("[" * 200, status=200)
+    with pytest.raises(RendererFault, match="a reply of more than 100 bytes; request less"):
+        await renderer_of(large, other).post("/v1/completions/render", {})
+
+
 async def test_a_fault_of_is_made_good_by_the_next_renderer() -> None:
     rendered = {"token_ids": [7], "sampling_params": {"max_tokens": 1}}
     whole = ShortPeer(msgspec.json.encode(rendered).decode(), status=200)
