@@ -65,8 +65,9 @@ class RoutingPolicy:
         self._context_limit: int | None = None
 
     def reconfigure(self, config: RoutingConfig) -> None:
-        """Queued and placed turns stay."""
+        """Queued and placed turns stay, and what engines have shown of their speed."""
         self._config = config
+        self.engines.reconfigure(config)
 
     @property
     def queued_turns(self) -> int:
