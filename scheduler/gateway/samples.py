@@ -132,16 +132,19 @@ class Samples:
         try:
             yield
         except RoseMuxError:
-            for turn in self.turns if index is None else self.turns[index : index + 1]:
-                if turn is not None:
-                    turn.counters.undelivered += 1
+            for turn in self._begun(index):
+                turn.counters.undelivered += 1
             raise
+
+    def _begun(self, index: int | None) -> list[Turn]:
+        """All turns, or the one of a choice, that have begun."""
+        turns = self.turns if index is None else self.turns[index : index + 1]
+        return [turn for turn in turns if turn is not None]
 
     def usage(self, index: int | None = None) -> Usage:
         """The tokens of all choices, or of one; each prompt counts once, however many samples it
         has."""
-        counted = self.turns if index is None else self.turns[index : index + 1]
-        turns = [turn for turn in counted if turn is not None]
+        turns = self._begun(index)
         prompts = {id(turn.request.token_ids): len(turn.request.token_ids) for turn in turns}
         prompt_tokens = sum(prompts.values())
         completion_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -159,8 +162,7 @@ class Samples:
     def versions(self, index: int | None = None) -> dict[str, WeightVersion]:
         """Oldest version at the start of a choice and newest at the end of one, or those of one
         choice, as slime, miles and stitch read them; {} before the first token."""
-        counted = self.turns if index is None else self.turns[index : index + 1]
-        made = [spans for turn in counted if turn and (spans := turn.spans_now())]
+        made = [spans for turn in self._begun(index) if (spans := turn.spans_now())]
         if not made:
             return {}
         return {
