@@ -19,7 +19,7 @@ from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs,
 from harvester.platform.http_kit import json_reply
 from harvester.platform.route_table import Route, several
 from scheduler.gateway.dialects.event_stream import event_stream
-from scheduler.gateway.dialects.renderer import StreamedText
+from scheduler.gateway.dialects.renderer import RendererFault, StreamedText
 from scheduler.gateway.dialects.session_names import REQUEST_ID_HEADER, trajectory_of
 from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
 from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Body
@@ -175,13 +175,17 @@ class TextRoutes:
         (echo,) = reply["choices"]
         own = reply_choice.get("logprobs") if text.generates else None
         reply_choice["text"] = echo["text"] + (reply_choice["text"] if text.generates else "")
-        if content and (logprobs := echo["logprobs"]):
+        if content and (logprobs := echo.get("logprobs")):
+            if not (logprobs["token_logprobs"] and logprobs["top_logprobs"]):
+                raise RendererFault("a renderer's log-probabilities: none of the prompt's tokens")
             if text.tokens_as_ids:
                 name_by_id(logprobs, content)
             logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
-            for name, values in (own or {}).items():
-                shift = len(echo["text"]) if name == "text_offset" else 0
-                logprobs[name] += [value + shift for value in values] if shift else values
+            if own is not None:
+                offsets = [len(echo["text"]) + offset for offset in own["text_offset"]]
+                logprobs["text_offset"] += offsets
+                for name in ("tokens", "token_logprobs", "top_logprobs"):
+                    logprobs[name] += own[name]
             reply_choice["logprobs"] = logprobs
 
     async def _stream(
