@@ -84,7 +84,7 @@ class RoutingPolicy:
         return len(self._placed)
 
     def queued_turns_of(self, job: JobId) -> int:
-        return sum(turn.job == job for turn in self._queue)
+        return self._queue.turns_of(job)
 
     def deferred_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._deferred.values())

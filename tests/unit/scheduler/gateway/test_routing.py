@@ -744,6 +744,7 @@ class RoutingMachine(RuleBasedStateMachine):
             self.fleet.waiting
         )
         assert self.policy.open_turns == len(self.fleet.placed)
+        assert self.policy.queued_turns_of(JOB) == self.policy.queued_turns
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
