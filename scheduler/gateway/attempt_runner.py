@@ -141,6 +141,9 @@ class AttemptRunner:
                 raise
             why = running.why_cut.value
             course.interruption = "" if running.why_cut is CutReason.PAUSE else why
+            turn.lose(attempt)
+            if running.why_cut is CutReason.END and not turn.ended:
+                turn.end(FinishReason.ABORT)
         except Stale:
             why, course.interruption = "another lease epoch", CutReason.LEASE
             self._on_lease_refused(member)
@@ -157,8 +160,6 @@ class AttemptRunner:
             turn.lose(attempt)  # A turn that has ended is not to blame for the engine's loss.
             why, pause_s = str(error), await self._lost(running, member, error)
         turn.lose(attempt)
-        if running.why_cut is CutReason.END and not turn.ended:
-            turn.end(FinishReason.ABORT)
         course.why = f"{engine}: {why}"
         if pause_s is not None and (not running.tokens or running.refused_s is not None):
             course.avoid(engine, pause_s, course.why, now=self._clock.now())
