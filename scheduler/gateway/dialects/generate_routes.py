@@ -87,8 +87,7 @@ class GenerateRoutes:
     def _check_model(self, job: JobId, model: str | None) -> None:
         """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
         or offered may have the model."""
-        names = self._scheduler.registry.model_names(job)
-        if model is None or model in names:
+        if model is None or model in (names := self._scheduler.registry.model_names(job)):
             return
         trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
         why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
