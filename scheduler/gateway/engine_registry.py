@@ -85,6 +85,11 @@ class EngineRegistry:
         """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
         return _clash(guest, self._serving(self.members.values()))
 
+    def agree(self) -> bool:
+        """Whether no serving engine clashes with another one."""
+        serving = self._serving(self.members.values())
+        return not any(_clash(each, serving) for each in serving)
+
     def review_clash(self, member: FleetMember) -> str:
         """Compares a dedicated engine with dedicated ones only: guests that clash are dropped."""
         guest = member.engine.kind is EngineKind.GUEST

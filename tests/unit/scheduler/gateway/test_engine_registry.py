@@ -77,3 +77,7 @@ def test_a_request_does_not_compare_every_slot_with_every_engine(
     given = registry()
     assert (given.models(), given.context_limit()) == ({"m"}, 64)
     assert compared == 2 * ENGINES
+    assert given.agree()
+    assert compared == 2 * ENGINES + 1
+    given.members[EngineId("e9")].description = described(architecture="B")
+    assert not given.agree()
