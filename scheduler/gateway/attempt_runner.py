@@ -124,80 +124,86 @@ class AttemptRunner:
     async def _outcome(
         self, running: RunningAttempt, attempt: Attempt, member: FleetMember
     ) -> None:
-        """Waits for the end of its stream, and takes it in."""
+        """Waits for the end of its stream, and takes it in. Raises RequestRefused where no other
+        engine may take the request."""
         assert running.task is not None
-        turn, course = running.turn, running.course
-        engine, why = member.engine.engine, "aborted"
-        course.interruption = CutReason.ENGINE
+        turn, course, engine = running.turn, running.course, member.engine.engine
+        course.interruption, pause_s = CutReason.ENGINE, None
         try:
             await running.task
-            pause_s, course.interruption = _ABORTED_PAUSE_S, "abort"
-            course.why = f"{engine}: aborted"
+            why, pause_s, course.interruption = "aborted", _ABORTED_PAUSE_S, "abort"
+            if turn.ended:
+                member.streak.succeed()
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if running.why_cut is None or (this is not None and this.cancelling()):
                 running.task.cancel()
                 raise
+            why = running.why_cut.value
+            course.interruption = "" if running.why_cut is CutReason.PAUSE else why
             turn.lose(attempt)
             if running.why_cut is CutReason.END and not turn.ended:
                 turn.end(FinishReason.ABORT)
-            course.why = f"{engine}: {running.why_cut}"
-            course.interruption = "" if running.why_cut is CutReason.PAUSE else running.why_cut
-            return
         except Stale:
-            turn.lose(attempt)
-            course.why = f"{engine}: another lease epoch"
-            course.interruption = CutReason.LEASE
+            why, course.interruption = "another lease epoch", CutReason.LEASE
             self._on_lease_refused(member)
-            return
         except EngineBusy as error:
             why, pause_s = str(error), error.retry_after_s
             running.refused_s = pause_s
         except RequestFailed as error:
-            why, pause_s = str(error), _FAILED_PAUSE_S
-            running.broke_s = self._clock.now()
-            if await self._probing.attempt_broke(member, error, began_s=running.began_s):
-                turn.lose(attempt)
-                course.why = f"{engine}: {why}"
-                return
-            running.refused_s = pause_s
-            self._blame.failed(running, engine, why, self._clock.now())
+            why, pause_s = str(error), await self._failed(running, member, error)
         except RequestRefused as error:
-            if course.ended_short == (engine, turn.length):
-                # The engine took the turn while the turn was shorter: `length` was the context's
-                # end after all.
-                self._fleet.context_ended(member, turn.length)
-            else:
-                course.too_short.add(engine)
-                if not (_is_too_long(turn, error) and self._fits_elsewhere(turn, course)):
-                    raise
-            turn.lose(attempt)
-            course.why = f"{engine}: {error}"
-            return
-        except EngineUnreachable as error:
-            running.reached = False
-            turn.lose(attempt)
-            course.why = f"{engine}: {error}"
-            await self._probing.attempt_broke(member, error, began_s=running.began_s)
-            return
+            why = str(error)
+            if not self._is_short(running, member, error):
+                raise
         except EngineLost as error:
-            running.broke_s = self._clock.now()
-            # Another engine in its place has seen nothing of the request.
-            running.reached = not isinstance(error, EngineChanged)
-            if isinstance(error, EngineChanged) and error.change is Change.WEIGHTS:
-                course.interruption = CutReason.WEIGHTS
-            turn.lose(attempt)
-            course.why = f"{engine}: {error}"
-            change = await self._probing.attempt_broke(member, error, began_s=running.began_s)
-            if change is Change.NONE and not running.tokens:
-                # Nothing else limits the retry rate of a request that breaks every stream.
-                course.avoid(engine, _ABORTED_PAUSE_S, course.why, now=self._clock.now())
-            return
-        if turn.ended:
-            member.streak.succeed()
+            turn.lose(attempt)  # A turn that has ended is not to blame for the engine's loss.
+            why, pause_s = str(error), await self._lost(running, member, error)
         turn.lose(attempt)
-        if not running.tokens or running.refused_s is not None:
-            course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
+        course.why = f"{engine}: {why}"
+        if pause_s is not None and (not running.tokens or running.refused_s is not None):
+            course.avoid(engine, pause_s, course.why, now=self._clock.now())
+
+    async def _failed(
+        self, running: RunningAttempt, member: FleetMember, error: RequestFailed
+    ) -> float | None:
+        """Blames the request, unless its engine is another one or lost. Returns the time for which
+        the turn avoids the engine, in s."""
+        running.broke_s = self._clock.now()
+        if await self._probing.attempt_broke(member, error, began_s=running.began_s):
+            return None
+        running.refused_s = _FAILED_PAUSE_S
+        self._blame.failed(running, member.engine.engine, str(error), self._clock.now())
+        return _FAILED_PAUSE_S
+
+    def _is_short(
+        self, running: RunningAttempt, member: FleetMember, error: RequestRefused
+    ) -> bool:
+        """Whether the engine refused the turn for its own context, which is noted, and another
+        engine may take it."""
+        turn, course, engine = running.turn, running.course, member.engine.engine
+        if course.ended_short == (engine, turn.length):
+            # The engine took the turn while the turn was shorter: `length` was the context's end
+            # after all.
+            self._fleet.context_ended(member, turn.length)
+            return True
+        course.too_short.add(engine)
+        return _is_too_long(turn, error) and self._fits_elsewhere(turn, course)
+
+    async def _lost(
+        self, running: RunningAttempt, member: FleetMember, error: EngineLost
+    ) -> float | None:
+        """Returns the time for which the turn avoids the engine, in s: nothing else limits the
+        retry rate of a request that breaks every stream."""
+        # Another engine in its place has seen nothing of the request.
+        running.reached = not isinstance(error, EngineUnreachable | EngineChanged)
+        if not isinstance(error, EngineUnreachable):
+            running.broke_s = self._clock.now()
+        if isinstance(error, EngineChanged) and error.change is Change.WEIGHTS:
+            running.course.interruption = CutReason.WEIGHTS
+        change = await self._probing.attempt_broke(member, error, began_s=running.began_s)
+        lives = change is Change.NONE and not isinstance(error, EngineUnreachable)
+        return _ABORTED_PAUSE_S if lives and not running.tokens else None
 
     async def _stream(
         self,

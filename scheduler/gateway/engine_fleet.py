@@ -336,6 +336,8 @@ class EngineFleet:
 
     def _end_clashes(self) -> None:
         """A dedicated engine that joins stays; guests that clash with it go."""
+        if self.registry.agree():
+            return
         for other in tuple(self.members.values()):
             if (
                 other.up

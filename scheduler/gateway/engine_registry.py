@@ -78,33 +78,40 @@ class EngineRegistry:
         return (member for member in self.members.values() if not member.clashes)
 
     def _leasable(self) -> Iterator[EngineDescription]:
-        return (each for each in self._offers.leasable() if not self.clash_of(each))
+        serving = self._serving(self.members.values())
+        return (each for each in self._offers.leasable() if not _clash(each, serving))
 
     def clash_of(self, guest: EngineDescription) -> str:
         """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
-        return self._clash(guest, among=self.members.values())
+        return _clash(guest, self._serving(self.members.values()))
+
+    def agree(self) -> bool:
+        """Whether no serving engine clashes with another one."""
+        serving = self._serving(self.members.values())
+        return not any(_clash(each, serving) for each in serving)
 
     def review_clash(self, member: FleetMember) -> str:
         """Compares a dedicated engine with dedicated ones only: guests that clash are dropped."""
         guest = member.engine.kind is EngineKind.GUEST
-        others = [
+        others = (
             other
             for other in self.members.values()
             if other is not member and (guest or other.engine.kind is EngineKind.DEDICATED)
-        ]
-        fault = self._clash(member.description, among=others) if member.description else ""
+        )
+        described = member.description
+        fault = _clash(described, self._serving(others)) if described else ""
         member.clashes = member.clashes or bool(fault)
         return fault
 
-    def _clash(self, described: EngineDescription, *, among: Iterable[FleetMember]) -> str:
-        if described.fault:
-            return described.fault
-        for other in among:
-            if other.description is None or not self.is_serving(other.engine.engine):
-                continue
-            if clash := described.disagreement(other.description):
-                return f"{clash} as on {other.engine.engine}"
-        return ""
+    def _serving(self, members: Iterable[FleetMember]) -> dict[EngineDescription, EngineId]:
+        """The first serving engine of each description. Engines are mostly alike, and each request
+        with a model's name compares the slots, of which there may be hundreds, with all of them."""
+        serving: dict[EngineDescription, EngineId] = {}
+        for member in members:
+            engine, described = member.engine.engine, member.description
+            if described is not None and self.is_serving(engine):
+                serving.setdefault(described, engine)
+        return serving
 
     def shows_engines(self, job: JobId) -> bool:
         """Whether the job's tenant sees them: they serve a job of the same tenant, or none."""
@@ -121,3 +128,10 @@ class EngineRegistry:
         """The engine learns with its next request that the trajectory has ended."""
         if (member := self.members.get(effect.engine)) is not None:
             member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
+
+
+def _clash(described: EngineDescription, serving: Mapping[EngineDescription, EngineId]) -> str:
+    if described.fault:
+        return described.fault
+    clashes = ((described.disagreement(other), engine) for other, engine in serving.items())
+    return next((f"{clash} as on {engine}" for clash, engine in clashes if clash), "")

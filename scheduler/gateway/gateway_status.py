@@ -142,11 +142,10 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.engine_up.labels(*labels).set(policy.state(engine) == "serving")
         metrics.engine_version.labels(*labels).set(policy.version(engine) or 0)
     for job, ledger in scheduler.ledgers.items():
-        published = policy.published(job)
         metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
         metrics.turns_deferred.labels(job).set(routing.deferred_turns_of(job))
         metrics.paused_s.labels(job).set(scheduler.pauses.age_s(job))
-        metrics.version.labels(job).set(published.version if published else 0)
+        metrics.version.labels(job).set(policy.newest(job))
         held = sum(lease.job == job for lease in harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)

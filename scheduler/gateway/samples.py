@@ -1,11 +1,11 @@
 """The turns of one request, followed together: each prompt and each of its samples is a turn."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from itertools import islice, starmap
-from typing import Any, TypeAlias
+from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -14,11 +14,9 @@ from harvester.contracts.ids import TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
 from scheduler.gateway.job_turns import ClientRequest, JobTurns, TurnRefused
 from scheduler.gateway.loop_share import AT_ONCE, LoopShare
-from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.turn import Turn
 
 _SEED_BOUND = 1 << 63
-_Begin: TypeAlias = "Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]"
 
 
 def samples_of(request: GenerateRequest) -> list[GenerateRequest]:
@@ -47,14 +45,29 @@ def samples_of(request: GenerateRequest) -> list[GenerateRequest]:
 class Samples:
     """Choice `i` of the reply is the turn of `requests[i]`. Use as `async with follow(...)`."""
 
-    def __init__(self, count: int) -> None:
-        self.turns: list[Turn | None] = [None] * count
+    def __init__(
+        self, turns: JobTurns, requests: Sequence[GenerateRequest], part_of: ClientRequest
+    ) -> None:
+        """`part_of`: the client's request that all of them are parts of."""
+        self._job_turns, self._requests, self._part_of = turns, requests, part_of
+        self.turns: list[Turn | None] = [None] * len(requests)
         self._streams = False
         self._more = asyncio.Event()
-        self._unbegun: Iterator[_Begin] = iter(())
         self._tasks: list[asyncio.Task[Turn]] = []
-        self._sent_tokens = [0] * count
-        self._sent_end = [False] * count
+        self._sent_tokens = [0] * len(requests)
+        self._sent_end = [False] * len(requests)
+
+    async def _served(self, index: int) -> Turn:
+        alone, session = len(self._requests) == 1, self._part_of.session
+        turn, refused = await self._job_turns.serve(
+            self._requests[index],
+            trajectory=session if alone else TrajectoryId(f"{session}.{index}"),
+            part_of=self._part_of,
+            on_turn=partial(self._follow, index),
+        )
+        if refused is not None:
+            raise TurnRefused(refused)
+        return turn
 
     def _follow(self, index: int, turn: Turn) -> Callable[[], None]:
         self.turns[index] = turn
@@ -64,20 +77,19 @@ class Samples:
     async def results(self) -> list[Turn]:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
         if len(self.turns) == 1:
-            return [await _served(next(self._unbegun))]
+            return [await self._served(0)]
         await self._start()
         # gather would cancel all of them at once.
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         return [task.result() for task in self._tasks if task.done()]
 
     async def _start(self) -> None:
-        while begun := tuple(islice(self._unbegun, AT_ONCE)):
-            for begin in begun:
-                task = asyncio.ensure_future(_served(begin))
-                task.add_done_callback(lambda _task: self._more.set())
-                self._tasks.append(task)
-            if len(self._tasks) < len(self.turns):
+        for index in range(len(self.turns)):
+            if index and index % AT_ONCE == 0:
                 await asyncio.sleep(0)
+            task = asyncio.ensure_future(self._served(index))
+            task.add_done_callback(lambda _task: self._more.set())
+            self._tasks.append(task)
 
     async def _leave(self) -> None:
         left = iter(self._tasks)
@@ -120,16 +132,19 @@ class Samples:
         try:
             yield
         except RoseMuxError:
-            for turn in self.turns if index is None else self.turns[index : index + 1]:
-                if turn is not None:
-                    turn.counters.undelivered += 1
+            for turn in self._begun(index):
+                turn.counters.undelivered += 1
             raise
+
+    def _begun(self, index: int | None) -> list[Turn]:
+        """All turns, or the one of a choice, that have begun."""
+        turns = self.turns if index is None else self.turns[index : index + 1]
+        return [turn for turn in turns if turn is not None]
 
     def usage(self, index: int | None = None) -> Usage:
         """The tokens of all choices, or of one; each prompt counts once, however many samples it
         has."""
-        counted = self.turns if index is None else self.turns[index : index + 1]
-        turns = [turn for turn in counted if turn is not None]
+        turns = self._begun(index)
         prompts = {id(turn.request.token_ids): len(turn.request.token_ids) for turn in turns}
         prompt_tokens = sum(prompts.values())
         completion_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -147,8 +162,7 @@ class Samples:
     def versions(self, index: int | None = None) -> dict[str, WeightVersion]:
         """Oldest version at the start of a choice and newest at the end of one, or those of one
         choice, as slime, miles and stitch read them; {} before the first token."""
-        counted = self.turns if index is None else self.turns[index : index + 1]
-        made = [spans for turn in counted if turn and (spans := turn.spans_now())]
+        made = [spans for turn in self._begun(index) if (spans := turn.spans_now())]
         if not made:
             return {}
         return {
@@ -174,13 +188,6 @@ class Samples:
         return msgspec.structs.replace(choice, index=index, spans=spans)
 
 
-async def _served(begin: _Begin) -> Turn:
-    turn, refused = await begin()
-    if refused is not None:
-        raise TurnRefused(refused)
-    return turn
-
-
 @asynccontextmanager
 async def follow(
     turns: JobTurns,
@@ -196,18 +203,9 @@ async def follow(
     that it can ask for the same answer again.
     """
     with turns.admitting(requests):
-        samples = Samples(len(requests))
         part_of = ClientRequest(name or requests[0].request_id, trajectory, named)
-
-        def begins(index: int, request: GenerateRequest) -> _Begin:
-            part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
-            begin = partial(turns.serve, request, trajectory=part, part_of=part_of)
-            return partial(begin, on_turn=partial(samples._follow, index))
-
-        samples._unbegun = starmap(begins, enumerate(requests))
+        samples = Samples(turns, requests, part_of)
         try:
             yield samples
         finally:
-            # The iterator refers back: without this both would wait for the garbage collector.
-            samples._unbegun = iter(())
             await samples._leave()

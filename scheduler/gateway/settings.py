@@ -239,6 +239,7 @@ class GatewaySettings(FrozenSettings):
             ("agent", [agent.id for agent in self.agents]),
             ("job", [job.id for job in self.jobs]),
             ("engine's url", [engine.url for engine in self.dedicated]),
+            ("engine's slot", [engine.slot for engine in self.engines if engine.slot]),
             ("agent's url", [agent.url for agent in self.agents]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})

@@ -189,7 +189,7 @@ class HollowRenderer(FakeRenderer):
     def app(self, app: web.Application | None = None) -> web.Application:
         @web.middleware
         async def hollow(request: web.Request, handler: Any) -> web.StreamResponse:
-            if request.path.rpartition("/")[2] in self._routes:
+            if request.path.rpartition("/")[2] in self._routes.split():
                 return web.json_response(self._answer)
             response: web.StreamResponse = await handler(request)
             return response
@@ -213,6 +213,30 @@ async def test_a_malformed_reply_of_a_renderer_is_a_502_in_the_dialect_s_form(
     logged = [each for each in caplog.records if "malformed reply" in each.getMessage()]
     assert len(logged) == len(ANSWERS)
     assert not any(each.exc_info for each in caplog.records)
+
+
+LISTS = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 200),
+        ({"logprobs": None}, 200),
+        ({"logprobs": dict.fromkeys(LISTS, [0] * 2) | {"bytes": [[1], [2]]}}, 200),
+        ({"logprobs": {name: [] for name in LISTS}}, 502),
+    ],
+)
+async def test_an_echo_needs_no_more_of_a_renderer_s_log_probabilities_than_vllm_s_lists(
+    given: dict[str, Any], expected: int
+) -> None:
+    async with gateway_and_renderer() as (service, renderer):
+        answer = {"choices": [{"text": "hi"} | given]}
+        await renderer.serve(HollowRenderer(answer, "derender").app())
+        body = TEXTS[COMPLETIONS] | {"echo": True, "logprobs": 1}
+        status, reply = await service.post(COMPLETIONS, body)
+    assert status == expected, reply
+    assert status == 200 or "log-probabilities" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("answer", [{}, {"chunk": {}}, {"chunk": {"choices": [3]}}])

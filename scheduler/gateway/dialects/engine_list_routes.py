@@ -96,7 +96,7 @@ class EngineListRoutes:
 
     @Route("GET /v1/loads", "Open turns of the job")
     async def _loads(self, job: JobId) -> RouterLoads:
-        return RouterLoads((RouterLoad(num_reqs=len(self._scheduler.ledgers[job].turns())),))
+        return RouterLoads((RouterLoad(num_reqs=len(self._scheduler.ledgers[job])),))
 
     @Route("POST /pull_weights", "Publish", refuses=NEW_VERSION)
     async def _pull(self, job: JobId, request: web.Request, body: PulledWeights) -> ControlReply:

@@ -13,7 +13,7 @@ from harvester.platform.http_kit import json_reply, whole_body
 from harvester.platform.route_table import Route
 from scheduler.gateway.dialects.event_stream import event_stream
 from scheduler.gateway.dialects.session_names import trajectory_of
-from scheduler.gateway.dialects.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
+from scheduler.gateway.dialects.text_logprobs import named_in_parts
 from scheduler.gateway.dialects.text_routes import wants_usage
 from scheduler.gateway.job_paths import SHOWN_CHARS
 from scheduler.gateway.loop_share import LoopShare
@@ -87,8 +87,7 @@ class GenerateRoutes:
     def _check_model(self, job: JobId, model: str | None) -> None:
         """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
         or offered may have the model."""
-        names = self._scheduler.registry.model_names(job)
-        if model is None or model in names:
+        if model is None or model in (names := self._scheduler.registry.model_names(job)):
             return
         trains = "the adapter that" if self._scheduler.jobs[job].adapter else "what"
         why = f"model: {model[:SHOWN_CHARS]!r} is not {trains} job {job} trains; "
@@ -119,9 +118,8 @@ async def _streamed(
                 unsent = False
             if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
-            short = len(choice.token_ids) <= NAMED_AT_ONCE
-            named_choice = named(choice) if short else await named_in_parts(choice)
-            await send(msgspec.structs.replace(reply, choices=(named_choice,), **more))
+            named = await named_in_parts(choice)
+            await send(msgspec.structs.replace(reply, choices=(named,), **more))
         if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
+from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest, TokenLogprob
 from scheduler.gateway.dialects.session_names import session_of
 from scheduler.gateway.dialects.text_dialect import Body
 from scheduler.gateway.dialects.text_fields import (
@@ -21,7 +21,6 @@ from scheduler.gateway.dialects.text_fields import (
 from scheduler.gateway.dialects.text_logprobs import (
     MOST_LIKELIEST,
     likeliest,
-    likeliest_of_prompt,
     prompt_logprobs,
 )
 from scheduler.gateway.loop_share import LoopShare
@@ -134,11 +133,10 @@ class SglangRequest:
         own: list[Any] = [[None, token_ids[start], None]]
         top: list[Any] = [None]
         share = LoopShare()
-        for token_id, each in zip(token_ids[start + 1 :], scored[start + 1 :], strict=True):
+        for each in scored[start + 1 :]:
             await share.rest()
-            own.append([(each or {})[token_id].logprob, token_id, None])
-            best = likeliest_of_prompt(each, self._candidates)
-            top.append([[logprob, one, None] for one, logprob in best])
+            own.append(_entry(each))
+            top.append([*map(_entry, likeliest(each, self._candidates))])
         logprobs: Body = {"input_token_logprobs": own}
         return logprobs | ({"input_top_logprobs": top} if self._candidates else {})
 
@@ -176,16 +174,16 @@ class SglangRequest:
             meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
         if self._logprobs:
             content = choice.logprobs.content
-            meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
+            meta["output_token_logprobs"] = [*map(_entry, content)]
             if self._candidates:
-                meta["output_top_logprobs"] = [
-                    [
-                        [each.logprob, each.token_id, None]
-                        for each in likeliest(token, self._candidates)
-                    ]
-                    for token in content
-                ]
+                best = (likeliest(each, self._candidates) for each in content)
+                meta["output_top_logprobs"] = [[*map(_entry, each)] for each in best]
         return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def _entry(token: TokenLogprob) -> list[Any]:
+    """SGLang's: log-probability, token id and no text."""
+    return [token.logprob, token.token_id, None]
 
 
 def _many(ids: Any) -> bool:

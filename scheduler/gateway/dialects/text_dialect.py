@@ -67,6 +67,8 @@ class Dialect:
     """The fields of a derendered reply that are read here."""
     part: Any
     """Fields of a streamed derendered reply that are read here."""
+    texts: tuple[str, ...]
+    """Names of a choice's texts in the order of the output, as vLLM's parsers part it."""
 
 
 CHAT = Dialect(
@@ -79,6 +81,7 @@ CHAT = Dialect(
     fields=CHAT_FIELDS,
     whole=_Derendered[_ChatChoice],
     part=_Streamed[_ChatChoice],
+    texts=("reasoning_content", "reasoning", "content"),  # The first is the older name.
 )
 COMPLETION = Dialect(
     "/v1/completions",
@@ -90,4 +93,5 @@ COMPLETION = Dialect(
     fields=COMPLETION_FIELDS,
     whole=_Derendered[_Completion],
     part=_Streamed[_Completion],
+    texts=("text",),
 )

@@ -21,8 +21,9 @@ class PromptLogprob(msgspec.Struct):
 _PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
 """Decodes one token's log-probabilities: all of a long prompt take a second."""
 _ENCODER = msgspec.json.Encoder()
+_ANOTHER_PROMPT = "the engine's scores belong to another prompt"
 MOST_LIKELIEST = MAX_LOGPROBS - 1
-NAMED_AT_ONCE = 32
+_NAMED_AT_ONCE = 32
 """Tokens of a choice that are named in one piece: with 128 candidates each, about 4 ms."""
 
 
@@ -36,41 +37,30 @@ def renderer_logprob(logprob: TokenLogprob) -> Body:
     }
 
 
-async def prompt_logprobs(
-    scores: Body, token_ids: Sequence[int]
-) -> list[dict[int, PromptLogprob] | None]:
-    """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
-    token has none. Raises Exhausted where an engine scored another prompt."""
+async def prompt_logprobs(scores: Body, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    """Each prompt token's log-probability with its candidates, of `Samples.prompt_scores`; the
+    first token has none. Raises Exhausted where an engine scored another prompt."""
     try:
         rows = msgspec.json.decode(scores["prompt_logprobs"], type=list[msgspec.Raw])
-        scored = await in_shares(map(_PROMPT_LOGPROBS.decode, rows))
+        scored = await in_shares(map(_of_prompt, token_ids[1:], rows[1:]))
     except UNDECODABLE as error:
         raise Exhausted(f"cannot read the engine's scores of the prompt: {error}") from error
-    pairs = zip(token_ids[1:], scored[1:], strict=False)
-    if len(scored) != len(token_ids) or any(one not in (each or ()) for one, each in pairs):
-        raise Exhausted("the engine's scores belong to another prompt")
-    return scored
+    if len(rows) != len(token_ids):
+        raise Exhausted(_ANOTHER_PROMPT)
+    return [TokenLogprob(token_ids[0], NO_LOGPROB), *scored]
 
 
-def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
-    """The log-probability of a prompt token in the form of a sampled token's."""
-    if scores is None:
-        return TokenLogprob(token_id, NO_LOGPROB)
-    candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
-    return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+def _of_prompt(token_id: int, row: msgspec.Raw) -> TokenLogprob:
+    scores = _PROMPT_LOGPROBS.decode(row) or {}
+    if token_id not in scores:
+        raise Exhausted(_ANOTHER_PROMPT)
+    candidates = tuple(TokenLogprob(each, scores[each].logprob) for each in scores)
+    return TokenLogprob(token_id, scores[token_id].logprob, candidates)
 
 
 def likeliest(logprob: TokenLogprob, count: int) -> list[TokenLogprob]:
-    """The likeliest of a sampled token's candidates, of which it has one more than `count`."""
+    """The likeliest of a token's candidates; of a sampled one's there is one more than `count`."""
     return sorted(logprob.top_logprobs, key=lambda each: -each.logprob)[:count]
-
-
-def likeliest_of_prompt(
-    scores: dict[int, PromptLogprob] | None, count: int
-) -> list[tuple[int, float]]:
-    """The likeliest candidates of a prompt's token, each with its log-probability."""
-    ranked = sorted((scores or {}).items(), key=lambda item: -item[1].logprob)
-    return [(token_id, each.logprob) for token_id, each in ranked[:count]]
 
 
 def token_name(logprob: TokenLogprob) -> str:
@@ -78,18 +68,12 @@ def token_name(logprob: TokenLogprob) -> str:
     return f"token_id:{logprob.token_id}"
 
 
-def named(choice: Choice) -> Choice:
-    """The choice with a name for each token; clients of vLLM before 0.32 compare it with the id."""
-    content = tuple(map(_named, choice.logprobs.content))
-    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
-
-
 async def named_in_parts(choice: Choice) -> Choice:
-    """Does what `named` does, in parts for a long choice: other tasks get the event loop."""
-    if len(choice.token_ids) <= NAMED_AT_ONCE:
-        return named(choice)
+    """The choice with a name for each token, which clients of vLLM before 0.32 compare with the id;
+    a long one is named in parts: other tasks get the event loop."""
     entries: Iterable[Any] = map(_named, choice.logprobs.content)
-    entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in entries)
+    if len(choice.token_ids) > _NAMED_AT_ONCE:
+        entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in entries)
     return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(entries)))
 
 

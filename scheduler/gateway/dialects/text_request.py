@@ -35,8 +35,6 @@ _NAME_CHARS = 128
 """The part of a request's id that its turns' names have: proxies set long ones."""
 _MAX_NAME_CHARS = 1 << 13
 """The length of the largest header: every chunk of the reply repeats the id."""
-_MESSAGE_TEXTS = ("reasoning_content", "reasoning", "content")
-"""Texts of a chat message, as vLLM's parsers part the output; the first is the older name."""
 _OVER = Choice(finish_reason=FinishReason.LENGTH)
 
 
@@ -61,16 +59,14 @@ class TextRequest:
         self.stream = bool(body.get("stream"))
         self.stream_options = body.get("stream_options")
         self.returns_ids = bool(body.get("return_token_ids"))
-        self._on_interrupt = body.get("on_interrupt")
-        self._pins = given(body, PIN_FIELDS)
+        self._own = given(body, PIN_FIELDS) | {"stream": False, "stream_options": None}
+        self._own |= {name: body.get(name) for name in ("model", "cache_salt", "on_interrupt")}
         self._names_tool = isinstance(body.get("tool_choice"), dict)
         self.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
         self.echoes = bool(body.get("echo"))
         self.generates = body.get("max_tokens") != 0
         """Whether an `echo` is followed by what was sampled; the prompt alone is scored without."""
         self._check(body)
-        self._salt = body.get("cache_salt")
-        self._asked_model = body.get("model")
         not_rendered = OWN_FIELDS | MEDIA_SETTINGS
         self.to_render = {name: value for name, value in body.items() if name not in not_rendered}
 
@@ -87,17 +83,9 @@ class TextRequest:
 
     def generate(self, rendered: Body, index: int) -> bytes:
         """The body of a generate request for a rendered prompt."""
-        own: Body = {
-            "request_id": f"{self.turn_name}-{index}",
-            "model": self._asked_model,
-            "cache_salt": self._salt,
-            "on_interrupt": self._on_interrupt,
-            "stream": False,
-            "stream_options": None,
-        }
-        own |= self._pins
         given = rendered["sampling_params"].items()
         sampling = {name: value for name, value in given if name not in _RENDERER_FIELDS}
+        own = self._own | {"request_id": f"{self.turn_name}-{index}"}
         own["sampling_params"] = _RENDERED_DEFAULTS | sampling
         return _ENCODER.encode(rendered | own)
 
@@ -131,21 +119,16 @@ class TextRequest:
             for each in content
         ]
 
-    def _texts(self, reply_choice: Body) -> tuple[Body, tuple[str, ...]]:
-        """The object that has a choice's texts, and their names in the order of the output."""
-        return (
-            (reply_choice, ("text",))
-            if self.dialect.many
-            else (_message(reply_choice), _MESSAGE_TEXTS)
-        )
+    def _holder(self, reply_choice: Body) -> Body:
+        """The object that has a choice's texts."""
+        return reply_choice if self.dialect.many else _message(reply_choice)
 
     def stopped_texts(self, turn: GenerateRequest) -> StoppedTexts:
-        names = ("text",) if self.dialect.many else _MESSAGE_TEXTS
-        return {name: StoppedText(turn) for name in names}
+        return {name: StoppedText(turn) for name in self.dialect.texts}
 
     def change_streamed(self, reply_choice: Body, held: StoppedTexts, choice: Choice) -> None:
         """Passes a chunk's texts through what is held back; vLLM's last chunk may have none."""
-        holder, names = self._texts(reply_choice)
+        holder, names = self._holder(reply_choice), self.dialect.texts
         newest = max((place for place, name in enumerate(names) if holder.get(name)), default=-1)
         for place, name in enumerate(names):
             text = holder.get(name)
@@ -164,11 +147,11 @@ class TextRequest:
     ) -> None:
         """Cuts the whole text of a choice at its stop string, and empties the text of a choice
         without tokens. `before`: the choice of its `early_parts`, if any."""
-        holder, names = self._texts(reply_choice)
-        name = next((each for each in reversed(names) if holder.get(each)), None)
+        holder = self._holder(reply_choice)
+        name = next((each for each in reversed(self.dialect.texts) if holder.get(each)), None)
         if name is None or not isinstance(text := holder[name], str):
             return
-        early = self._texts(before)[0].get(name) if before else None
+        early = self._holder(before).get(name) if before else None
         holder[name] = (
             without_stop(text, choice, turn.sampling_params, before_chars=len(early or ""))
             if text_tokens(choice, turn)

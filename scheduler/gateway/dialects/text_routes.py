@@ -15,16 +15,16 @@ from aiohttp import web
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId
-from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs
+from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs, TokenLogprob
 from harvester.platform.http_kit import json_reply
 from harvester.platform.route_table import Route, several
 from scheduler.gateway.dialects.event_stream import event_stream
-from scheduler.gateway.dialects.renderer import StreamedText
+from scheduler.gateway.dialects.renderer import RendererFault, StreamedText
 from scheduler.gateway.dialects.session_names import REQUEST_ID_HEADER, trajectory_of
 from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
 from scheduler.gateway.dialects.text_dialect import CHAT, COMPLETION, Body
 from scheduler.gateway.dialects.text_fields import MEDIA_SETTINGS, check_media
-from scheduler.gateway.dialects.text_logprobs import name_by_id, of_prompt, prompt_logprobs
+from scheduler.gateway.dialects.text_logprobs import name_by_id, prompt_logprobs
 from scheduler.gateway.dialects.text_request import TextRequest
 from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.loop_share import LoopShare, in_shares
@@ -166,23 +166,26 @@ class TextRoutes:
     ) -> None:
         """Puts the prompt before a completion, as OpenAI's `echo`: its text, and its tokens'
         log-probabilities, of which the first one has none."""
-        sampling, content = turn.sampling_params, []
-        if sampling.logprobs is not None and scores:
-            scored = await prompt_logprobs(scores, turn.token_ids)
-            content = await in_shares(map(of_prompt, turn.token_ids, scored))
+        content: list[TokenLogprob] = []
+        if turn.sampling_params.logprobs is not None and scores:
+            content = await prompt_logprobs(scores, turn.token_ids)
         choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
         response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
         reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
         (echo,) = reply["choices"]
         own = reply_choice.get("logprobs") if text.generates else None
         reply_choice["text"] = echo["text"] + (reply_choice["text"] if text.generates else "")
-        if content and (logprobs := echo["logprobs"]):
+        if content and (logprobs := echo.get("logprobs")):
+            if not (logprobs["token_logprobs"] and logprobs["top_logprobs"]):
+                raise RendererFault("a renderer's log-probabilities: none of the prompt's tokens")
             if text.tokens_as_ids:
                 name_by_id(logprobs, content)
             logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
-            for name, values in (own or {}).items():
-                shift = len(echo["text"]) if name == "text_offset" else 0
-                logprobs[name] += [value + shift for value in values] if shift else values
+            if own is not None:
+                offsets = [len(echo["text"]) + offset for offset in own["text_offset"]]
+                logprobs["text_offset"] += offsets
+                for name in ("tokens", "token_logprobs", "top_logprobs"):
+                    logprobs[name] += own[name]
             reply_choice["logprobs"] = logprobs
 
     async def _stream(

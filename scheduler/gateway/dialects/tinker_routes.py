@@ -21,7 +21,7 @@ from aiohttp import web
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId
-from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
+from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest, TokenLogprob
 from harvester.platform.http_kit import json_reply
 from harvester.platform.route_table import JSON, Route, several
 from harvester.platform.tenant_shares import TenantShares
@@ -31,7 +31,6 @@ from scheduler.gateway.dialects.text_fields import number_of
 from scheduler.gateway.dialects.text_logprobs import (
     MOST_LIKELIEST,
     likeliest,
-    likeliest_of_prompt,
     prompt_logprobs,
 )
 from scheduler.gateway.dialects.text_routes import Admit
@@ -287,17 +286,17 @@ async def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
     scored = await prompt_logprobs(scores, token_ids)
     encoded = b""
     if body.get("prompt_logprobs"):
-        own = zip(token_ids, scored, strict=True)
-        encoded += _message(
-            2, _float32(each[one].logprob if each else math.nan for one, each in own)
-        )
+        encoded += _message(2, _float32([math.nan, *(each.logprob for each in scored[1:])]))
     if top_k := number_of(body, "topk_prompt_logprobs", most=MAX_LOGPROBS):
-        rows = []
-        for each in scored:
-            row = likeliest_of_prompt(each, top_k)
-            rows.append(row + [_NO_CANDIDATE] * (top_k - len(row)))
-        encoded += _message(3, _candidates(rows))
+        rows = [_row(each, top_k) for each in scored]
+        encoded += _message(
+            3, _candidates([row + [_NO_CANDIDATE] * (top_k - len(row)) for row in rows])
+        )
     return encoded
+
+
+def _row(token: TokenLogprob, top_k: int) -> list[tuple[int, float]]:
+    return [(each.token_id, each.logprob) for each in likeliest(token, top_k)]
 
 
 def _candidates(rows: Sequence[Sequence[tuple[int, float]]]) -> bytes:
@@ -315,10 +314,9 @@ def _sequence(choice: Choice, top_k: int) -> bytes:
     encoded += _message(2, _int32(choice.token_ids))
     encoded += _message(3, _float32(each.logprob for each in content))
     if top_k and content:
-        best = [likeliest(each, top_k) for each in content]
-        width = min(map(len, best))
-        rows = [[(token.token_id, token.logprob) for token in row[:width]] for row in best]
-        encoded += _message(4, _candidates(rows))
+        rows = [_row(each, top_k) for each in content]
+        width = min(map(len, rows))
+        encoded += _message(4, _candidates([row[:width] for row in rows]))
     return encoded
 
 

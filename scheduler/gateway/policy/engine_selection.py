@@ -35,6 +35,9 @@ class EngineSelection:
         """Suspects that are not cleared yet, where they are."""
         self._turn_tokens = config.default_turn_tokens
 
+    def reconfigure(self, config: RoutingConfig) -> None:
+        self._config = config
+
     def offer(self, event: EngineOffered) -> None:
         load = self._engines.setdefault(event.engine, EngineLoad(event))
         load.offer, load.offered = event, True
@@ -110,7 +113,7 @@ class EngineSelection:
             self._trials[engine] = turn
         self._last[turn.job, turn.trajectory] = engine
         self._last.move_to_end((turn.job, turn.trajectory))
-        if len(self._last) > self._config.trajectories:
+        while len(self._last) > self._config.trajectories:
             self._last.popitem(last=False)
         return load.offer.version
 

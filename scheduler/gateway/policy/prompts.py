@@ -4,8 +4,6 @@ A million ids take 40 ms to look through and 20 ms to encode. All samples of a r
 ids, so each pass is made once for as long as one of its turns is open or kept.
 """
 
-from weakref import WeakValueDictionary
-
 import msgspec
 
 from harvester.contracts.ids import JobId
@@ -28,18 +26,3 @@ class Prompt:
         if self._encoded is None:
             self._encoded = msgspec.Raw(_ENCODER.encode(self.token_ids))
         return self._encoded
-
-
-class Prompts:
-    """One prompt for all turns that share a tuple of token ids, found by the tuple's `id()`: a
-    comparison of two tuples would be a pass over both."""
-
-    def __init__(self) -> None:
-        self._held: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
-
-    def of(self, job: JobId, token_ids: tuple[int, ...]) -> Prompt:
-        prompt = self._held.get(id(token_ids))
-        if prompt is None:
-            # The prompt holds its ids: no other tuple has their `id()` while it is found here.
-            prompt = self._held[id(token_ids)] = Prompt(job, token_ids)
-        return prompt

@@ -65,8 +65,9 @@ class RoutingPolicy:
         self._context_limit: int | None = None
 
     def reconfigure(self, config: RoutingConfig) -> None:
-        """Queued and placed turns stay."""
+        """Queued and placed turns stay, and what engines have shown of their speed."""
         self._config = config
+        self.engines.reconfigure(config)
 
     @property
     def queued_turns(self) -> int:
@@ -83,7 +84,7 @@ class RoutingPolicy:
         return len(self._placed)
 
     def queued_turns_of(self, job: JobId) -> int:
-        return sum(turn.job == job for turn in self._queue)
+        return self._queue.turns_of(job)
 
     def deferred_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._deferred.values())

@@ -294,35 +294,29 @@ class Turn:
         if self.ended:
             self.counters.duplicated += 1
             return False
-        self._close_span()
-        self.finish_reason = reason
-        counters = self.counters
-        counters.output_tokens += len(self.token_ids)
-        if lost:
-            counters.lost += 1
-            self._outcome = "lost"
-        elif reason is FinishReason.ABORT:
-            counters.aborted += 1
-        else:
-            counters.completed += 1
+        self._end_as(reason, "lost" if lost else "")
         return True
 
     def fail(self, fault: str) -> None:
         """End a turn whose request is at fault, with the tokens that it has."""
-        if self.ended:
-            return
-        self._close_span()
-        self.finish_reason, self._outcome, self.fault = FinishReason.ABORT, "failed", fault
-        self.counters.output_tokens += len(self.token_ids)
-        self.counters.failed += 1
+        if not self.ended:
+            self.fault = fault
+            self._end_as(FinishReason.ABORT, "failed")
 
     def refuse(self) -> None:
         """End a turn that no engine may serve: aborted with its tokens, refused if it has none."""
         if self.token_ids or self.ended:
             self.end(FinishReason.ABORT)
-            return
-        self.finish_reason, self._outcome = FinishReason.ABORT, "refused"
-        self.counters.refused += 1
+        else:
+            self._end_as(FinishReason.ABORT, "refused")
+
+    def _end_as(self, reason: FinishReason, outcome: str) -> None:
+        """`outcome`: where it is more specific than the reason."""
+        self._close_span()
+        self.finish_reason, self._outcome = reason, outcome
+        counted = outcome or ("aborted" if reason is FinishReason.ABORT else "completed")
+        setattr(self.counters, counted, getattr(self.counters, counted) + 1)
+        self.counters.output_tokens += len(self.token_ids)
 
     def choice(self, *, start: int = 0) -> Choice:
         """Tokens from `start` on, with all closed spans that end after `start`."""

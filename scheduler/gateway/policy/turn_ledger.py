@@ -1,9 +1,11 @@
 """The open turns of one job."""
 
+from weakref import WeakValueDictionary
+
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest
 from scheduler.gateway.policy.end_tokens import EndTokens
-from scheduler.gateway.policy.prompts import Prompts
+from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.turn import Turn, TurnCounters
 from scheduler.model import BASE_VERSION
 
@@ -16,7 +18,9 @@ class TurnLedger:
         self.counters = TurnCounters()
         self._open: dict[str, Turn] = {}
         self._end_tokens = EndTokens()
-        self._prompts = Prompts()
+        self._prompts: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
+        """One for all turns that share a tuple of token ids, found by the tuple's `id()`: a
+        comparison of two tuples would be a pass over both."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -37,6 +41,10 @@ class TurnLedger:
         """
         if request.request_id in self._open:
             return None
+        ids = request.token_ids
+        if (prompt := self._prompts.get(id(ids))) is None:
+            # The prompt holds its ids: no other tuple has their `id()` while it is found here.
+            prompt = self._prompts[id(ids)] = Prompt(self.job, ids)
         turn = Turn(
             request=request,
             job=self.job,
@@ -44,7 +52,7 @@ class TurnLedger:
             counters=self.counters,
             pin=request.weight_version.resolved(newest),
             end_tokens=self._end_tokens,
-            prompt=self._prompts.of(self.job, request.token_ids),
+            prompt=prompt,
         )
         self._open[request.request_id] = turn
         self.counters.started += 1

@@ -5,7 +5,7 @@ in it as a dead entry until it is the first: nothing is searched for.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -58,6 +58,8 @@ class _Line:
 class TurnQueue:
     def __init__(self) -> None:
         self._queued: dict[str, WaitingTurn] = {}
+        self._of_jobs: Counter[JobId] = Counter()
+        """Number of queued turns, which each decision on leases asks for every job."""
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
         """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
@@ -74,11 +76,16 @@ class TurnQueue:
 
     def add(self, queued: WaitingTurn) -> None:
         """A turn that comes again keeps its place: lines are in the order of their times."""
+        self._of_jobs[queued.turn.job] += queued.turn.turn not in self._queued
         self._queued[queued.turn.turn] = queued
         self._enter(queued)
 
     def remove(self, turn: str) -> None:
-        self._queued.pop(turn, None)
+        if (queued := self._queued.pop(turn, None)) is not None:
+            self._of_jobs[queued.turn.job] -= 1
+
+    def turns_of(self, job: JobId) -> int:
+        return self._of_jobs[job]
 
     def has_line(self, turn: TurnArrived) -> bool:
         """Whether others wait in its line."""

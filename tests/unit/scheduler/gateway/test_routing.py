@@ -343,6 +343,18 @@ def test_a_guest_takes_no_turn_within_the_margin_of_its_lease() -> None:
     assert _engine_of(renewed) == "g"
 
 
+def test_a_reload_is_in_force_for_the_choice_of_engines_too() -> None:
+    policy = _policy(_offer("g", GUEST, until_s=10.0), trajectories=8)
+    for name in ("t", "t.0", "t.1"):
+        assert _engine_of(policy.observe(_turn(name), now=8.0)) == "g"
+        policy.observe(TurnLeft(turn=name, tokens=16, seconds=0.1), now=8.0)
+    policy.reconfigure(RoutingConfig(lease_margin_s=5.0, trajectories=1))
+    assert policy.observe(_turn("1"), now=8.0) == (QueueTurn(turn="1"),)
+    policy.observe(_offer("g", GUEST, until_s=20.0), now=8.0)
+    end = TrajectoryEnded(job=JOB, trajectory=TrajectoryId("t"))
+    assert policy.observe(end, now=8.0) == ()  # The newest is remembered alone.
+
+
 def test_waits_for_the_target_version_and_refuses_one_that_is_served_nowhere() -> None:
     policy = _policy()
     assert policy.observe(_turn("1", exact=1), now=0.0) == (QueueTurn(turn="1"),)
@@ -732,6 +744,7 @@ class RoutingMachine(RuleBasedStateMachine):
             self.fleet.waiting
         )
         assert self.policy.open_turns == len(self.fleet.placed)
+        assert self.policy.queued_turns_of(JOB) == self.policy.queued_turns
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:

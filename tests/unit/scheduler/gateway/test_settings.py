@@ -39,6 +39,10 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
             {"engines": [{"id": "a", "url": "http://h:1"}, {"id": "b", "url": "http://h:1"}]},
             "engine's url http://h:1 is listed twice",
         ),
+        (
+            {"engines": [{"id": each, "kind": "guest", "slot": "s0"} for each in ("a", "b")]},
+            "engine's slot s0 is listed twice",
+        ),
         ({"engines": []}, "at least one engine"),
         (
             {
