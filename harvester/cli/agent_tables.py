@@ -1,11 +1,12 @@
 """An agent's slots as tables: offers, engines, forecasts, guards and error budgets."""
 
+import math
 from collections.abc import Iterator
 
 from rich.table import Table
 
 from harvester.cli.row_table import add_row, row_table
-from harvester.contracts.wire.leases import SlotOffer, SlotOffers
+from harvester.contracts.wire.leases import KILL_SWITCH, SlotOffer, SlotOffers
 
 _SILENT_DISCOVERY_S = 300.0
 """Bound of the alert RoseMuxDiscoverySilent."""
@@ -39,17 +40,8 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
         yield f"Node {offers.node} has no open slot"
     for offer in offers.slots:
         if offer.lending.summary:
-            yield f"Slot {offer.slot} lends {offer.lending.summary}"
-        if offer.proving_left_s > 0:
-            yield (
-                f"Slot {offer.slot} has {offer.proving_left_s / 60:.0f} min of leases to prove "
-                f"itself, of which {offer.withheld_ratio:.0%} are withheld"
-            )
-        elif offer.withheld_ratio >= _SUSPECTED_RATIO:
-            yield (
-                f"Slot {offer.slot} withholds {offer.withheld_ratio:.0%} of its time until a "
-                "suspicion of harm is settled"
-            )
+            yield f"Slot {offer.slot} can lend {offer.lending.summary}"
+        yield from _withheld(offer)
         if offer.reason and offer.reason != _fault(offer):
             yield f"Slot {offer.slot}: {offer.reason}"
     for stop in offers.stops:
@@ -57,6 +49,19 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
         yield f"Stopped, {scope}: {stop.text}"
     yield from agent_faults(offers)
     yield from slot_faults(offers)
+
+
+def _withheld(offer: SlotOffer) -> Iterator[str]:
+    """More of the leased time than the proof's usual share."""
+    if offer.proving_left_s > 0:
+        minutes = math.ceil(offer.proving_left_s / 60)
+        yield f"Slot {offer.slot} has proven itself after {minutes} more min of leased time"
+    until = "until then"
+    if offer.withheld_ratio >= _SUSPECTED_RATIO:
+        until = "until a suspicion of harm is settled"
+    elif offer.proving_left_s <= 0:
+        return
+    yield f"Slot {offer.slot} withholds {offer.withheld_ratio:.0%} of its leased time {until}"
 
 
 def agent_faults(offers: SlotOffers) -> Iterator[str]:
@@ -83,7 +88,8 @@ def slot_faults(offers: SlotOffers) -> Iterator[str]:
 
 
 def _fault(offer: SlotOffer) -> str:
-    off = (offer.mode, offer.slot_state) == ("harvest", "off") and offer.stop is None
+    ordered = offer.stop is not None or offer.reason.startswith(KILL_SWITCH)
+    off = (offer.mode, offer.slot_state) == ("harvest", "off") and not ordered
     return offer.unready or (offer.reason if off else "")
 
 

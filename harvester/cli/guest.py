@@ -70,7 +70,7 @@ def guest(
     console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
-    seen = outlook(planned.isolation, chosen.policy, pages) if dry_run else ()
+    seen = outlook(planned.isolation, agent.settings_of(chosen), pages) if dry_run else ()
     for note in (*seen, *_notes(chosen, planned, pages)):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:

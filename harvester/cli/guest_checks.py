@@ -39,7 +39,7 @@ def checks(requested: GuestConfig, pages: PageDirectory, *, imports: bool) -> tu
     """`imports` tries vLLM in a separate process, which takes seconds."""
     return (
         _checked("vLLM", lambda: _vllm(supported_vllm(), imports=imports)),
-        _checked("model", lambda: _model(requested.model)),
+        _checked("model", lambda: _model(requested)),
         _checked("weights", lambda: _weights(requested.weights)),
         _checked("pages", lambda: _pages(pages)),
     )
@@ -156,7 +156,8 @@ def _vllm(vllm: Capabilities, *, imports: bool) -> str:
     return text
 
 
-def _model(folder: Path) -> str:
+def _model(requested: GuestConfig) -> str:
+    folder = requested.model
     file = _folder("model", folder) / "config.json"
     try:
         with file.open("rb") as opened:
@@ -168,7 +169,25 @@ def _model(folder: Path) -> str:
     architectures = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(architectures, list) or not architectures:
         raise ConfigError(f"guest.model: {file} names no architectures: is it the file of a model?")
+    most = config.get("max_position_embeddings")
+    own_rule = _context_by_another_rule(config, requested)
+    if isinstance(most, int) and requested.context_tokens > most and not own_rule:
+        raise ConfigError(
+            f"guest.context_tokens: {requested.context_tokens} is more than the model's "
+            f"max_position_embeddings, {most} in {file}"
+        )
     return f"{', '.join(map(str, architectures))} in {folder}"
+
+
+def _context_by_another_rule(config: dict[str, object], requested: GuestConfig) -> bool:
+    """Whether vLLM may derive the longest context from more than `max_position_embeddings`."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    plain = isinstance(rope, dict) and not any(isinstance(each, dict) for each in rope.values())
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
+    overridden = any(each.startswith("--hf-overrides") for each in requested.arguments)
+    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
+    other = "model_max_length" in config or overridden or allowed
+    return other or not plain or kind != "default"
 
 
 def _weights(folder: Path) -> str:

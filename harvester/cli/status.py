@@ -150,7 +150,7 @@ def _writer(directory: PageDirectory, name: str, left: Grant | Guest | Pulse | N
     processes = left.processes if isinstance(left, Guest) else ()
     if isinstance(left, Pulse) and left.root is not None:
         processes = (left.root,)
-    living = [str(each.pid) for each in processes if each.lives()]
+    living = dict.fromkeys(str(each.pid) for each in processes if each.lives())
     if not living:
         return "; no process of it is seen here" if processes else ""
     return f"; process {', '.join(living)} lives: it gets no core, or hangs"
@@ -172,7 +172,7 @@ def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
             return (
                 f"in flight {pulse.in_flight}, waiting {pulse.waiting}, KV "
                 f"{pulse.kv_usage_ratio:.0%}, model from {pulse.model_samples} steps, longer than "
-                f"it {_over(pulse.prefill_calibration, 'prefills')} and "
+                f"predicted: {_over(pulse.prefill_calibration, 'prefills')} and "
                 f"{_over(pulse.decode_calibration, 'decodes')}"
             )
         case _:
@@ -229,5 +229,5 @@ def _asleep(guest: Guest) -> str:
 def _over(calibration: Calibration, what: str) -> str:
     """Share of steps longer than predicted. The model predicts the P90, so 10 % is ideal."""
     if calibration.steps == 0:
-        return f"no {what} compared"
+        return f"none of 0 {what}"
     return f"{calibration.over_ratio:.0%} of {calibration.steps} {what}"

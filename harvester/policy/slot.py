@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.error_budget import BudgetReport
-from harvester.contracts.wire.leases import GuardReading, SlotState
+from harvester.contracts.wire.leases import KILL_SWITCH, GuardReading, SlotState
 from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.durable import DurableState, SlotMemory
 from harvester.policy.effects import Effect, Quarantine, WriteGrant
@@ -244,7 +244,7 @@ class SlotPolicy:
         if settings.mode is Mode.OFF:
             return Condition.KILLED, "mode off"
         if sample.kill_switch is not KillSwitch.NONE:
-            return Condition.KILLED, f"kill switch: {sample.kill_switch}"
+            return Condition.KILLED, f"{KILL_SWITCH}{sample.kill_switch}"
         if (stop := sample.stop) is not None:
             if stop.order is StopOrder.DRAIN:
                 return Condition.DRAINED, stop.text

@@ -66,6 +66,10 @@ class IdleForecast(msgspec.Struct, frozen=True, kw_only=True):
     """Exceeded once in ten times."""
 
 
+KILL_SWITCH = "kill switch: "
+"""Beginning of the reason of a slot that the kill file closes, before the file's word."""
+
+
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     node: NodeId

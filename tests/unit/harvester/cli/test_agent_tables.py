@@ -94,7 +94,7 @@ def test_a_node_without_slots_is_a_sentence() -> None:
 
 def test_long_texts_are_sentences() -> None:
     found = list(agent_sentences(offers(9)))
-    assert found[0].startswith(f"Slot {'slot0' * 9} lends ")
+    assert found[0].startswith(f"Slot {'slot0' * 9} can lend ")
     assert found[1] == f"Slot {'slot0' * 9}: " + "level_ttft is over its limit " * 9
     assert found[-5] == "Slot slot2 is not open: page belongs to another user"
     refused = "A reload was refused, the old configuration goes on: agent.yaml: moed is no field"
@@ -104,29 +104,41 @@ def test_long_texts_are_sentences() -> None:
     assert found[-1] == "The agent needs a restart for http.port"
 
 
+SUSPECTED = "Slot a withholds 50% of its leased time until a suspicion of harm is settled"
+
+
 @pytest.mark.parametrize(
-    ("withheld_ratio", "proving_left_s", "sentence"),
+    ("withheld_ratio", "proving_left_s", "sentences"),
     [
         (
             0.25,
             900.0,
-            "Slot a has 15 min of leases to prove itself, of which 25% are withheld",
+            [
+                "Slot a has proven itself after 15 more min of leased time",
+                "Slot a withholds 25% of its leased time until then",
+            ],
         ),
-        (0.5, 0.0, "Slot a withholds 50% of its time until a suspicion of harm is settled"),
-        (0.05, 0.0, None),
+        (0.5, 20.0, ["Slot a has proven itself after 1 more min of leased time", SUSPECTED]),
+        (0.5, 0.0, [SUSPECTED]),
+        (0.05, 0.0, []),
     ],
 )
 def test_more_withheld_time_than_the_usual_share_has_a_sentence(
-    withheld_ratio: float, proving_left_s: float, sentence: str | None
+    withheld_ratio: float, proving_left_s: float, sentences: list[str]
 ) -> None:
+    assert sentences_of(withheld_ratio=withheld_ratio, proving_left_s=proving_left_s) == sentences
+
+
+def test_the_kill_file_is_an_order_and_no_fault() -> None:
+    killed = "kill switch: hold"
+    found = sentences_of(mode="harvest", slot_state="off", reason=killed)
+    assert found == [f"Slot a: {killed}"]
+    found = sentences_of(mode="harvest", slot_state="off", reason="3 losses")
+    assert found == ["Slot a needs a look: 3 losses"]
+
+
+def sentences_of(**changes: object) -> list[str]:
     known = offers(1)
-    slot = msgspec.structs.replace(
-        known.slots[0],
-        slot=SlotId("a"),
-        reason="",
-        lending=Lending(),
-        withheld_ratio=withheld_ratio,
-        proving_left_s=proving_left_s,
-    )
-    found = list(agent_sentences(SlotOffers(node=known.node, slots=(slot,))))
-    assert found == ([sentence] if sentence else [])
+    plain: dict[str, object] = {"slot": SlotId("a"), "reason": "", "lending": Lending()}
+    slot = msgspec.structs.replace(known.slots[0], **plain | changes)
+    return list(agent_sentences(SlotOffers(node=known.node, slots=(slot,))))

@@ -189,7 +189,7 @@ def test_status_says_how_well_predictions_held(
     guests.write(guest, now_ns=now_ns, ttl_ns=HOUR_NS)
     assert exit_code(["status", "--pages", str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "longer than it no prefills compared and 12% of 512 decodes" in shown
+    assert "longer than predicted: none of 0 prefills and 12% of 512 decodes" in shown
     assert "4096 retained, 9% of steps longer than predicted" in shown
     assert f"{guest.gate}, epoch 0" in shown
 

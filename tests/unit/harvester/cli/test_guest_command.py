@@ -22,6 +22,7 @@ from harvester.contracts.process import process_ids
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
 SLOT = """\
+mode: harvest
 page_root: {folder}/pages
 state_dir: {folder}/state
 slots:
@@ -415,6 +416,8 @@ def test_a_dry_run_states_what_the_law_lends_by_the_isolation_and_the_prompts_on
     code, shown = said(config, capsys)
     assert code == 0
     assert "until it has learned its own step times, the guest is lent steps of at most" in shown
+    config.write_text(config.read_text().replace("mode: harvest", "mode: observe"))
+    assert "the guest would, if mode were harvest, be lent steps" in said(config, capsys)[1]
     assert "% of production's idle time" in shown
     tight = text.replace("blocking_ratio: 0.2", "ttft_slo_s: 0.02, epsilon: 0.01")
     config.write_text(tight)
@@ -442,6 +445,34 @@ def test_a_model_that_cannot_be_loaded_is_found_before_the_start(
     code, shown = said(config, capsys)
     assert (code, "model: WRONG: guest.model" in shown) == (2, True), shown
     assert "the guest would not start: guest.model" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "good"),
+    [
+        ({}, False),
+        ({"rope_parameters": {"rope_type": "default"}}, False),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, True),
+        ({"model_max_length": 131072}, True),
+        ({"max_position_embeddings": 512}, True),
+    ],
+)
+def test_turns_longer_than_the_model_are_found_before_the_start(
+    more: dict[str, object],
+    good: bool,
+    write: Write,
+    programs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = write()
+    model = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(model | more))
+    code, shown = said(config, capsys)
+    assert code == (0 if good else 2), shown
+    says = "guest.context_tokens: 512 is more than the model's max_position_embeddings, 256"
+    assert (says in shown) is not good
 
 
 def test_an_environment_without_vllm_is_reported_with_its_path_and_all_other_faults(
