@@ -83,11 +83,12 @@ async def test_a_guest_whose_steps_delay_arrivals_rests_between_them_and_ends_it
         pulses=(FAKE_PULSE,),
     )
     before = slot.guest()
-    turn = await started(slot, 60)
+    # Long enough for the page to show a rest: it is written every 50 ms.
+    turn = await started(slot, 300)
     await slot.guest_becomes(lambda guest: guest.reason == "resting", "it rests")
     await turn.ended()
-    assert (turn.finish_reason, len(turn.tokens)) == ("length", 60)
-    assert (await slot.idle_guest()).steps_finished - before.steps_finished >= 60
+    assert (turn.finish_reason, len(turn.tokens)) == ("length", 300)
+    assert (await slot.idle_guest()).steps_finished - before.steps_finished >= 300
     # The page renews what is lent once a second: the turn may end before it has.
     await slot.guest_becomes(lambda guest: guest.lending.tokens > 0, "its lending is told")
     assert slot.guest().lending.share_ratio < 0.34

@@ -160,12 +160,13 @@ class SumJudge:
     def _plan_of(self, ranks: Sequence[RankSums]) -> _Plan:
         for rank in ranks:
             if rank.boxes is not None:
-                if len(self._boxes) >= _MAX_KNOWN:
-                    self._boxes.clear()
                 self._boxes[rank.boxes_id] = rank.boxes
         ids = tuple(rank.boxes_id for rank in ranks)
         if self._plan is None or self._plan[0] != ids:
             self._plan = ids, _plan([box for id_ in ids for box in self._boxes[id_]])
+        if len(self._boxes) > _MAX_KNOWN:
+            # Not before the plan: a rank leaves out boxes that were known when it was asked.
+            self._boxes = {id_: self._boxes[id_] for id_ in ids}
         return self._plan[1]
 
 

@@ -139,3 +139,18 @@ def test_slices_of_a_trainer_s_ranks_add_up_to_a_tensor_if_all_are_known() -> No
     assert published_sums(Slicing(slices), sums | {"norm": 7}) == {"t": whole, "norm": 7}
     del sums["t[1]"]
     assert published_sums(Slicing(slices), sums) == {}
+
+
+def test_a_judge_of_many_lists_of_boxes_keeps_those_that_a_rank_left_out() -> None:
+    judge, bits = SumJudge(), np.arange(4, dtype=np.uint16)
+
+    def half(name: str, first: int) -> RankSums:
+        box, whole = SliceRecord(name, (4,), (first,), (2,)), SliceRecord(name, (4,), (0,), (4,))
+        return words({name: (box, bits[first : first + 2])}, {name: box_sum(bits, whole)})
+
+    steady = half("first", 0)
+    judge.judged([steady, half("first", 2)])
+    for number in range(300):
+        other = half(f"t{number}", 2)
+        found = judge.judged([without_boxes(steady, judge.known), other])
+        assert found.unseen == 2, "neither half has its other"
