@@ -14,7 +14,7 @@ from coserve.law.gate import GuestLoad, StepDecision, decide
 from coserve.law.phantom import rest_s
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.engine_cores import EngineStep
-from coserve.pulse.pulse_state import PulseState
+from coserve.pulse.pulse_state import EngineShape, PulseState
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
 from harvester.policy.effects import Effect, WriteGrant
@@ -55,7 +55,9 @@ class FakeProduction:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
-    state: PulseState = field(default_factory=lambda: PulseState(step_tokens=STEP_TOKENS))
+    state: PulseState = field(
+        default_factory=lambda: PulseState(EngineShape(step_tokens=STEP_TOKENS))
+    )
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)
