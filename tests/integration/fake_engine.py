@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -26,79 +27,89 @@ def next_token(token_ids: list[int], version: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{version}:{len(token_ids)}:{tail}".encode()) % VOCABULARY
 
 
+@dataclass(eq=False, kw_only=True)
 class FakeEngine:
-    def __init__(
-        self, *, step_s: float, epoch: str | None, context: int = 1 << 20, stock: bool = False
-    ) -> None:
-        self.instance = secrets.token_hex(8)
-        self.weight_calls = 0
-        self.started_s = secrets.randbelow(1 << 31)
-        self.context = context
-        self.told_context: int | None = None
-        """The context it reports, if that is not its own; 0 reports none."""
-        self.release = "0.32.0+fake"
-        self.vocabulary = VOCABULARY
-        self.reported_identity = ""
-        """The identity in its report, if that is not its own."""
-        self.logprobs_mode = "processed_logprobs"
-        self.stock = stock
-        """Without coserve's middleware."""
-        self.mute = False
-        """For a stock engine: its metrics hold no start time."""
-        self.step_s = step_s
-        self.prefill_s = 0.0
-        """Delay to the first token of each request, in s."""
-        self.epoch = epoch
-        """The lease's epoch that it fences, as a guest does; None: it is no guest."""
-        self.slot = ""
-        """The slot whose guest it says that it is."""
-        self.version = 0
-        self.updated: dict[str, Any] | None = None
-        self.stored_hash = ""
-        """Hash of every version in its store; empty: the expected one, or the version's number."""
-        self.held_hash = ""
-        self.staged: list[list[Any]] = []
-        self.stage_fault = ""
-        """Why no version can be prepared; empty: one can."""
-        self.preparing = False
-        """Whether preparations are under way: none is ready, and an update waits."""
-        self.models: list[str | None] = []
-        self.extra_args: list[dict[str, Any]] = []
-        self.initialised = False
-        self.updating = False
-        self.fail_updates = 0
-        self.in_doubt = False
-        """Whether its weights are half-written, as by an update that failed."""
-        self.stalled = False
-        self.ends_after = 0
-        """Tokens after which the next stream ends whole and without a finish reason, once."""
-        self.breaks_after, self.breaks = 0, 1
-        """The token before which the next `breaks` streams are reset; 0 resets none."""
-        self.silent = self.silent_once_broken = False
-        """Whether it answers nothing, as a stopped process; and whether it is so after a reset."""
-        self.replaced_after = ""
-        """The control route after which another process is here, once."""
-        self.false_lengths = self.misnamed = self.unscored = 0
-        """Streams to come that end with `length` at their first token; chunks to come whose
-        log-probability is another token's; chunks to come whose log-probability was NaN."""
-        self.eos: list[int] = []
-        self.after_finish = ""
-        """Event after the last chunk: `break` of the connection, or `wait` of a second."""
-        self.answer_words = "not this one"
-        self.answers: dict[str, int] = {}
-        """Statuses with which requests are answered, by the first token of their prompt."""
-        self.masks = self.routes_experts = False
-        """Whether it reports sampling masks and routed experts."""
-        self.scored = 0
-        self.dies_of = -1
-        """First token of a prompt that ends the process."""
-        self.aborts = 0
-        """Requests to come that are aborted without a token."""
-        self.calls: list[str] = []
-        self.open = 0
-        self.most_open = 0
-        self.aborted = 0
-        self.running = asyncio.Event()
+    """Tests set what it is to do, by attributes here or by `POST /_fake` from another process."""
+
+    step_s: float
+    epoch: str | None
+    """The lease's epoch that it fences, as a guest does; None: it is no guest."""
+    context: int = 1 << 20
+    stock: bool = False
+    """Without coserve's middleware."""
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    weight_calls: int = 0
+    started_s: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
+    told_context: int | None = None
+    """The context it reports, if that is not its own; 0 reports none."""
+    release: str = "0.32.0+fake"
+    vocabulary: int = VOCABULARY
+    reported_identity: str = ""
+    """The identity in its report, if that is not its own."""
+    logprobs_mode: str = "processed_logprobs"
+    mute: bool = False
+    """For a stock engine: its metrics hold no start time."""
+    prefill_s: float = 0.0
+    """Delay to the first token of each request, in s."""
+    slot: str = ""
+    """The slot whose guest it says that it is."""
+    version: int = 0
+    updated: dict[str, Any] | None = None
+    stored_hash: str = ""
+    """Hash of every version in its store; empty: the expected one, or the version's number."""
+    held_hash: str = ""
+    staged: list[list[Any]] = field(default_factory=list)
+    stage_fault: str = ""
+    """Why no version can be prepared; empty: one can."""
+    preparing: bool = False
+    """Whether preparations are under way: none is ready, and an update waits."""
+    models: list[str | None] = field(default_factory=list)
+    extra_args: list[dict[str, Any]] = field(default_factory=list)
+    initialised: bool = False
+    updating: bool = False
+    fail_updates: int = 0
+    in_doubt: bool = False
+    """Whether its weights are half-written, as by an update that failed."""
+    stalled: bool = False
+    ends_after: int = 0
+    """Tokens after which the next stream ends whole and without a finish reason, once."""
+    breaks_after: int = 0
+    """The token before which the next `breaks` streams are reset; 0 resets none."""
+    breaks: int = 1
+    silent: bool = False
+    """Whether it answers nothing, as a stopped process."""
+    silent_once_broken: bool = False
+    """Whether it is silent after a reset."""
+    replaced_after: str = ""
+    """The control route after which another process is here, once."""
+    false_lengths: int = 0
+    """Streams to come that end with `length` at their first token."""
+    misnamed: int = 0
+    """Chunks to come whose log-probability is another token's."""
+    unscored: int = 0
+    """Chunks to come whose log-probability was NaN."""
+    eos: list[int] = field(default_factory=list)
+    after_finish: str = ""
+    """Event after the last chunk: `break` of the connection, or `wait` of a second."""
+    answer_words: str = "not this one"
+    answers: dict[str, int] = field(default_factory=dict)
+    """Statuses with which requests are answered, by the first token of their prompt."""
+    masks: bool = False
+    """Whether it reports sampling masks."""
+    routes_experts: bool = False
+    """Whether it reports routed experts."""
+    scored: int = 0
+    dies_of: int = -1
+    """First token of a prompt that ends the process."""
+    aborts: int = 0
+    """Requests to come that are aborted without a token."""
+    calls: list[str] = field(default_factory=list)
+    open: int = 0
+    most_open: int = 0
+    aborted: int = 0
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
         self.running.set()
 
     def app(self) -> web.Application:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmarks.migration.model import VOCABULARY as PLANNED_VOCABULARY
 from benchmarks.migration.pin_judge import Announcement
 from benchmarks.migration.records import RequestRecord
 from benchmarks.migration.replies import Reply, replies
-from benchmarks.migration.rollout_plan import PlannedTurn, rollout_plan
+from benchmarks.migration.rollout_plan import PlannedTrajectory, PlannedTurn, rollout_plan
 from benchmarks.migration.rollout_process import RolloutProcess
 from benchmarks.migration.rollout_routes import RolloutRoute
 from tests.integration.fake_engine import VOCABULARY, FakeEngine, next_token
@@ -56,21 +57,49 @@ def told_by_no_tap(record: RequestRecord) -> RequestRecord:
     return msgspec.structs.replace(record, tap_spans=spans)
 
 
-async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
-    tmp_path: Path,
-) -> None:
-    engines = [FakeEngine(step_s=0.005, epoch=None) for _ in range(2)]
-    for engine in engines:
-        engine.vocabulary = PLANNED_VOCABULARY
+def whole_plan() -> list[PlannedTrajectory]:
+    """No request kills its engine, and the first one is sent again while it runs: the client joins
+    its own turn."""
     drawn = rollout_plan(0, TRAJECTORIES, contexts=(256, 512), chat=ids_of)
     plan = [one for one in drawn if not one.poison]
-    # Sent again while it runs: the client joins its own turn.
     twice = PlannedTurn(
         new_tokens=[1, 20, 21],
         sampling={"max_tokens": 60, "logprobs": 1},
         breaks_off_after_s=0.001,
     )
     plan[0] = msgspec.structs.replace(plan[0], turns=[twice])
+    return plan
+
+
+async def rolled_out(url: str, plan: Path, record: Path, engines: Sequence[FakeEngine]) -> int:
+    """Runs the client, and holds it once meanwhile; returns the number of its trajectories."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.migration.rollout_client"),
+        *("--gateway", url, "--plan", str(plan), "--record", str(record)),
+        *("--store", str(plan.parent)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    client, ended = RolloutProcess(process), 0
+    async with asyncio.timeout(60.0):
+        async for word, rest in client.lines():
+            if word == "ended":
+                ended = int(rest)
+                if ended == TRAJECTORIES // 4:
+                    await client.hold()
+            if word == "idle":
+                assert [engine.open for engine in engines] == [0, 0]
+                await client.release()
+    return ended
+
+
+async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
+    tmp_path: Path,
+) -> None:
+    engines = [FakeEngine(step_s=0.005, epoch=None) for _ in range(2)]
+    for engine in engines:
+        engine.vocabulary = PLANNED_VOCABULARY
+    plan = whole_plan()
     file, record = tmp_path / "plan.json", tmp_path / "requests.jsonl"
     file.write_bytes(msgspec.json.encode(plan))
     (tmp_path / "LATEST").write_text("weight_v000001")
@@ -78,23 +107,7 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
     await renderer.serve(FakeRenderer().app())
     async with gateway_on(*engines, renderers=[renderer.url]) as gateway:
         assert (await gateway.publish(1))[0] == 200
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.migration.rollout_client"),
-            *("--gateway", gateway.url, "--plan", str(file), "--record", str(record)),
-            *("--store", str(tmp_path)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        client, ended = RolloutProcess(process), 0
-        async with asyncio.timeout(60.0):
-            async for word, rest in client.lines():
-                if word == "ended":
-                    ended = int(rest)
-                    if ended == TRAJECTORIES // 4:
-                        await client.hold()
-                if word == "idle":
-                    assert [engine.open for engine in engines] == [0, 0]
-                    await client.release()
+        ended = await rolled_out(gateway.url, file, record, engines)
     await renderer.close()
     assert ended == TRAJECTORIES
     requests = list(records.read(record, RequestRecord))

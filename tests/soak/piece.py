@@ -118,21 +118,7 @@ class SoakPiece:
     async def _live(self, node: SoakNode, parts: PartSupervisor, sink: Sink) -> None:
         plan = self._plan
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            for name in (PRODUCTION, DEDICATED, AGENT, GATEWAY, GUEST):
-                parts.start(name)
-            # In its idle group the guest starts with what the others leave: after them.
-            for name in (AGENT, GATEWAY, DEDICATED, PRODUCTION):
-                await parts.ready(name)
-            sink(
-                PieceBegun(
-                    at_s=self._clock.now(),
-                    seed=plan.seed,
-                    every_s=plan.every_s,
-                    wall=wall_time_utc(),
-                    machine=f"{os.cpu_count()} cores, {platform.machine()}",
-                    documented=await _documented(session, node.url(GATEWAY)),
-                )
-            )
+            await self._start(node, parts, session, sink)
             job = RolloutJob(
                 session=session,
                 url=node.url(GATEWAY),
@@ -174,20 +160,45 @@ class SoakPiece:
                 ),
                 self._operate(stage, sink),
             ):
-                rollouts = asyncio.create_task(job.run())
-                try:
-                    await self._strike(stage, sampler, sink)
-                    # A guest follows versions under a lease alone, which the job's turns ask for.
-                    await self._served(stage, sink)
-                    job.closing = True
-                    async with asyncio.timeout(_SETTLE_S):
-                        await rollouts
-                except TimeoutError:
-                    sink(Note(at_s=self._clock.now(), text="turns were still open at the end"))
-                finally:
-                    rollouts.cancel()
-                    await asyncio.gather(rollouts, return_exceptions=True)
+                await self._roll_out(job, stage, sampler, sink)
             await trainer.close()
+
+    async def _start(
+        self, node: SoakNode, parts: PartSupervisor, session: aiohttp.ClientSession, sink: Sink
+    ) -> None:
+        for name in (PRODUCTION, DEDICATED, AGENT, GATEWAY, GUEST):
+            parts.start(name)
+        # In its idle group the guest starts with what the others leave: after them.
+        for name in (AGENT, GATEWAY, DEDICATED, PRODUCTION):
+            await parts.ready(name)
+        sink(
+            PieceBegun(
+                at_s=self._clock.now(),
+                seed=self._plan.seed,
+                every_s=self._plan.every_s,
+                wall=wall_time_utc(),
+                machine=f"{os.cpu_count()} cores, {platform.machine()}",
+                documented=await _documented(session, node.url(GATEWAY)),
+            )
+        )
+
+    async def _roll_out(
+        self, job: RolloutJob, stage: FaultStage, sampler: Sampler, sink: Sink
+    ) -> None:
+        """The job's turns beside the faults, to the last turn's end."""
+        rollouts = asyncio.create_task(job.run())
+        try:
+            await self._strike(stage, sampler, sink)
+            # A guest follows versions under a lease alone, which the job's turns ask for.
+            await self._served(stage, sink)
+            job.closing = True
+            async with asyncio.timeout(_SETTLE_S):
+                await rollouts
+        except TimeoutError:
+            sink(Note(at_s=self._clock.now(), text="turns were still open at the end"))
+        finally:
+            rollouts.cancel()
+            await asyncio.gather(rollouts, return_exceptions=True)
 
     async def _strike(self, stage: FaultStage, sampler: Sampler, sink: Sink) -> None:
         """Faults and publishes until the piece's time is over or it is told to stop."""

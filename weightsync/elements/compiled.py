@@ -7,6 +7,9 @@ process; so does one with a full disk. `warm_up` in the codec decides when.
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -16,11 +19,12 @@ from numba.extending import intrinsic
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_ELEMENTS = Path(__file__).parent
 _loops: list[Any] = []
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A loop over arrays and numbers."""
+    """A loop over arrays and numbers; it may call loops of its own folder and of this one."""
     return cast(Callable[_P, _R], _loop(numba.njit(nogil=True)(function)))
 
 
@@ -66,6 +70,10 @@ def forget_cache() -> None:
 
 
 def _loop(loop: Any) -> Any:
+    # numba compares a cache file with its loop's own file only, although callees and constants of
+    # other files are compiled into it. The name is part of the cache file's name.
+    own = Path(loop.py_func.__code__.co_filename).parent
+    loop.py_func.__qualname__ += f"-{_sources_digest(own, _ELEMENTS)}"
     # Refused where there is no directory that this user may write.
     with suppress(RuntimeError):
         loop.enable_caching()
@@ -74,3 +82,12 @@ def _loop(loop: Any) -> Any:
     loop.get_call_template = lambda args, named: template_of((*map(types.unliteral, args),), named)
     _loops.append(loop)
     return loop
+
+
+@cache
+def _sources_digest(*folders: Path) -> str:
+    digest = sha256()
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -8,17 +8,10 @@ journal.
 from collections import Counter as Tally
 from collections.abc import Iterable
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from harvester.contracts.ids import JobId, NodeId
-from harvester.platform import certificate_expiry
+from harvester.platform.process_metrics import ProcessMetrics
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.job_placement import PlacementStage
@@ -45,14 +38,10 @@ _NODES_REMEMBERED = 1 << 16
 """Last jobs of nodes; forgotten together when there are too many."""
 
 
-class PhaseMetrics:
+class PhaseMetrics(ProcessMetrics):
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        super().__init__("scheduler_phase")
         phase = ["phase"]
-        self._certificates = self._gauge(
-            certificate_expiry.NAME, certificate_expiry.HELP, [*certificate_expiry.LABELS]
-        )
         self._jobs = self._gauge("jobs", "Jobs that are placed, by stage.", ["stage"])
         self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
         self._held = self._gauge("permits_held", "Permits in force.", phase)
@@ -81,8 +70,12 @@ class PhaseMetrics:
         self._tails = self._counter(
             "tails_moved_total", "Tails that left nodes to waiting jobs.", phase
         )
-        self._wait_s = self._histogram("wait_seconds", "Time from the request to the permit.")
-        self._hold_s = self._histogram("hold_seconds", "Time from a permit to its end.")
+        self._wait_s = self._histogram(
+            "wait_seconds", "Time from the request to the permit.", phase, buckets=_BUCKETS_S
+        )
+        self._hold_s = self._histogram(
+            "hold_seconds", "Time from a permit to its end.", phase, buckets=_BUCKETS_S
+        )
         self.plan = PlanMetrics(self.registry)
         self._last_job: dict[NodeId, JobId] = {}
         self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}
@@ -120,8 +113,8 @@ class PhaseMetrics:
                 case _:
                     pass
 
-    def render(self, policy: PhasePolicy, *, now: float) -> bytes:
-        """Bring the gauges up to date and render everything."""
+    def show(self, policy: PhasePolicy, *, now: float) -> None:
+        """Brings the gauges up to date."""
         job_permits = tuple(_permits(policy))
         stages = Tally(each.stage for each in job_permits)
         for stage in PermitStage:
@@ -134,8 +127,6 @@ class PhaseMetrics:
             self._longest.labels(kind).set(max(0.0, longest_s))
             self._held.labels(kind).set(len(held))
             self._nodes.labels(kind).set(sum(len(each.nodes) for each in held))
-        certificate_expiry.show_expiries(self._certificates)
-        return generate_latest(self.registry)
 
     def _granted(self, grant: GrantPermit, permit: JobPermit | None, now: float) -> None:
         holder, kinds = self._processes.get(grant.job, ("", set()))
@@ -169,17 +160,6 @@ class PhaseMetrics:
             counter.labels(kind)
         for histogram in (self._wait_s, self._hold_s):
             histogram.labels(kind)
-
-    def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:
-        return Gauge(f"scheduler_phase_{name}", text, labels, registry=self.registry)
-
-    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
-        return Counter(f"scheduler_phase_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
-            f"scheduler_phase_{name}", text, ["phase"], buckets=_BUCKETS_S, registry=self.registry
-        )
 
 
 class PlanMetrics:

@@ -245,7 +245,8 @@ class PhaseService:
 
     def metrics(self) -> bytes:
         """Metrics in Prometheus's text format."""
-        return self._metrics.render(self._policy, now=self._clock.now())
+        self._metrics.show(self._policy, now=self._clock.now())
+        return self._metrics.render()
 
     def close(self) -> None:
         self._log.close()

@@ -9,12 +9,29 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy.typing as npt
+from numba.core.caching import FunctionCache
 
 Records = npt.NDArray[Any]
 """A structured array, one record a job or a node."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """A file that cannot be written or read (a full disk, a crash that cut it) costs the time to
+    compile, and no decision."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with suppress(Exception):
+            return super().load_overload(sig, target_context)
+        with suppress(OSError):
+            self.flush()
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -25,7 +42,7 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     rule = numba.njit(nogil=True, error_model="numpy")(function)
     # Refused where there is no directory that this user may write: compiled in every process then.
     with suppress(RuntimeError):
-        rule.enable_caching()
+        rule._cache = _Cache(function)
     return cast(Callable[_P, _R], rule)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.gate import Closed, GuestLoad, decide
+from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.lending import lending
 from coserve.law.phantom import Phantom, phantom, quantiles_of, rest_s
 from coserve.law.step_time import StepTimeModel
@@ -114,6 +114,71 @@ class Served:
         return self.beside_s / self.alone_s
 
 
+@dataclass
+class SteppingGuest:
+    """A guest that steps whenever the gate lets it."""
+
+    grant: Grant
+    owed_s: float = 0.0
+    quiet_s: float = 0.0
+    rested_s: float = 0.0
+    last_end_s: float = 0.0
+    step_s: float = 0.0
+    """Duration of its last step."""
+    used_s: float = 0.0
+    """Time of its steps before the next request came."""
+
+    def step_until(self, arrival_s: float, pulse: Pulse, *, now_s: float) -> None:
+        """Its steps from `now_s`, when production becomes idle, to the next request's arrival."""
+        while now_s < arrival_s:
+            found = self._decided(pulse, now_s)
+            if found.owed_s is not None:
+                self.owed_s, self.rested_s = found.owed_s, now_s
+            if found.reason is Closed.RESTING:
+                now_s += found.rest_s + 2e-9
+                continue
+            if not found.open:
+                break
+            decodes = min(8, found.tokens)
+            self.step_s = GUEST.predict_s(
+                decodes=decodes, prefill_tokens=found.tokens - decodes, context_tokens=0
+            )
+            self.owed_s = 0.0
+            if found.mean_wait_s is not None:
+                self.owed_s = self.quiet_s = rest_s(self.step_s, found.mean_wait_s, self.grant)
+            now_s += self.step_s
+            self.last_end_s = self.rested_s = now_s
+            self.used_s += min(self.step_s, arrival_s - (now_s - self.step_s))
+
+    def _decided(self, pulse: Pulse, now_s: float) -> StepDecision:
+        load = GuestLoad(
+            GUEST,
+            8,
+            0,
+            0.0,
+            2048,
+            rest_s=self.owed_s,
+            quiet_s=self.quiet_s,
+            rested_ns=int(self.rested_s * 1e9),
+            last_end_ns=int(self.last_end_s * 1e9),
+        )
+        return decide(
+            Reading(self.grant, None),
+            [Reading(pulse, None)],
+            load,
+            may_probe=False,
+            now_ns=round(now_s * 1e9),
+        )
+
+    def wait_s(self, arrival_s: float) -> float:
+        """Wait of a request that came to idle production, for the step under way."""
+        if self.last_end_s <= arrival_s:
+            return 0.0
+        if self.grant.blocking_ratio >= 1.0:
+            return self.last_end_s - arrival_s
+        return self.grant.preemption_s + self.grant.blocking_ratio * self.step_s
+
+
 def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, seed: int) -> Served:
     """Poisson arrivals of prompts drawn from `tokens`, one after the other, so that production is
     busy for a share of the time; between them the guest steps as the gate lets it."""
@@ -121,67 +186,27 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
     lengths = drawn.choice(np.array(tokens), size=requests)
     alone = np.array([alone_s(grant.production, int(each)) for each in lengths])
     at_s = np.cumsum(drawn.exponential(alone.mean() / busy, size=requests))
-    waited, free_s, idle_s, guest_s = np.zeros(requests), 0.0, 0.0, 0.0
+    waited, free_s, idle_s = np.zeros(requests), 0.0, 0.0
     queued, began_s = np.zeros(requests), 0.0
     known, long = quantiles_of([int(each) for each in tokens]), p99(tokens)
-    owed_s, quiet_s, rested_s, last_end_s = 0.0, 0.0, 0.0, 0.0
+    guest = SteppingGuest(grant)
     for place in range(requests):
         # Production alone, in a queue of its own.
         began_s = max(began_s, at_s[place])
         queued[place] = began_s - at_s[place] + alone[place]
         began_s += alone[place]
-        now_s = free_s
         idle_s += max(0.0, at_s[place] - free_s)
         pulse = Pulse(
             prompt_tokens_quantiles=known,
             prompt_tokens_p99=long,
             last_step_end_ns=int(free_s * 1e9),
         )
-        while now_s < at_s[place]:
-            load = GuestLoad(
-                GUEST,
-                8,
-                0,
-                0.0,
-                2048,
-                rest_s=owed_s,
-                quiet_s=quiet_s,
-                rested_ns=int(rested_s * 1e9),
-                last_end_ns=int(last_end_s * 1e9),
-            )
-            found = decide(
-                Reading(grant, None),
-                [Reading(pulse, None)],
-                load,
-                may_probe=False,
-                now_ns=round(now_s * 1e9),
-            )
-            if found.owed_s is not None:
-                owed_s, rested_s = found.owed_s, now_s
-            if found.reason is Closed.RESTING:
-                now_s += found.rest_s + 2e-9
-                continue
-            if not found.open:
-                break
-            decodes = min(8, found.tokens)
-            step_s = GUEST.predict_s(
-                decodes=decodes, prefill_tokens=found.tokens - decodes, context_tokens=0
-            )
-            owed_s = 0.0
-            if found.mean_wait_s is not None:
-                owed_s = quiet_s = rest_s(step_s, found.mean_wait_s, grant)
-            now_s += step_s
-            last_end_s = rested_s = now_s
-            guest_s += min(step_s, at_s[place] - (now_s - step_s))
-        wait_s = 0.0
-        if last_end_s > at_s[place] > free_s:
-            step_left_s = last_end_s - at_s[place]
-            most_s = grant.preemption_s + grant.blocking_ratio * step_s
-            wait_s = step_left_s if grant.blocking_ratio >= 1.0 else most_s
+        guest.step_until(at_s[place], pulse, now_s=free_s)
+        wait_s = guest.wait_s(at_s[place]) if at_s[place] > free_s else 0.0
         begun_s = max(free_s, at_s[place] + wait_s)
         waited[place] = begun_s - at_s[place] + alone[place]
         free_s = begun_s + alone[place]
-    return Served(queued, waited, guest_s / idle_s)
+    return Served(queued, waited, guest.used_s / idle_s)
 
 
 def open_grant(model: ProductionModel, *, blocking_ratio: float, phantom_tokens: int = 0) -> Grant:

@@ -92,6 +92,29 @@ def test_a_loop_has_one_form_for_constant_numbers_and_others() -> None:
     assert len(cast(Any, inner).signatures) == 1
 
 
+def test_an_edited_callee_in_another_file_is_compiled_into_its_caller_again(tmp_path: Path) -> None:
+    rules, loop = tmp_path / "rules", "from weightsync.elements.compiled import compiled\n"
+    rules.mkdir()
+    outer = "from rules.inner import inner\n@compiled\ndef outer(x):\n    return 10 * inner(x)\n"
+    (rules / "outer.py").write_text(loop + outer)
+    code = "from rules.outer import outer; print(outer(1), sum(outer.stats.cache_hits.values()))"
+    # Python's own cache tells no two sources of one second and size apart.
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        "HOME": os.environ["HOME"],
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+    def says(added: int) -> list[str]:
+        inner = f"@compiled\ndef inner(x):\n    return x + {added}\n"
+        (rules / "inner.py").write_text(loop + inner)
+        return _run(code, **environment).split()
+
+    assert says(1) == ["20", "0"]
+    assert says(1) == ["20", "1"]
+    assert says(2) == ["30", "0"]
+
+
 @pytest.fixture
 def read_only_packages(tmp_path: Path) -> Path:
     """Copies of the packages without a writable cache directory: a file stands in its place."""
