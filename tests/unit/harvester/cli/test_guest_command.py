@@ -475,6 +475,17 @@ def test_turns_longer_than_the_model_are_found_before_the_start(
     assert (says in shown) is not good
 
 
+@pytest.mark.parametrize("flag", ["--hf_overrides={}", "--hf-overr={}", "--hf-config-path=/x"])
+def test_flags_by_which_vllm_takes_another_context_leave_its_check_to_vllm(
+    flag: str, write: Write, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(f"arguments: ['{flag}']")
+    model = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    code, shown = said(config, capsys)
+    assert code == 0, shown
+
+
 def test_an_environment_without_vllm_is_reported_with_its_path_and_all_other_faults(
     write: Write,
     programs: Path,
