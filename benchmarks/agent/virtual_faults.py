@@ -6,17 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agent.evidence import Caps, RefusedCall
-from benchmarks.agent.virtual_node import (
-    BEAT_S,
-    KV_TOKENS,
-    TICK_S,
-    TTL_S,
-    ScrapedServer,
-    VirtualHolder,
-    VirtualNode,
-    VirtualSlot,
-)
+from benchmarks.agent.evidence import RefusedCall
+from benchmarks.agent.virtual_node import BEAT_S, TICK_S, VirtualNode
+from benchmarks.agent.virtual_slot import ScrapedServer, VirtualHolder, VirtualSlot
 from harvester.agent.node import NodeAgent
 from harvester.contracts.errors import Exhausted, NotYet
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
@@ -49,7 +41,7 @@ def production_stopped(node: VirtualNode) -> None:
     """SIGSTOP: its page stays and expires."""
     slot = _drawn(node)
     slot.silent = True
-    node.later(node.rng.uniform(0.2, 7.0), lambda: _production_back(slot))
+    node.time.later(node.rng.uniform(0.2, 7.0), lambda: _production_back(slot))
 
 
 @_fault
@@ -60,7 +52,7 @@ def production_hung(node: VirtualNode) -> None:
         return
     slot.hung_s = struck_s = node.time.now_s
     before = len(node.evidence.starts), slot.blinded
-    until_s = node.later(lasts_s, lambda: _production_back(slot))
+    until_s = node.time.later(lasts_s, lambda: _production_back(slot))
 
     def judge() -> None:
         # A restarted agent has not seen its last step, nor has a slot that was opened anew, or
@@ -69,7 +61,7 @@ def production_hung(node: VirtualNode) -> None:
         if slot.hung_s == struck_s and seen and not slot.silent:
             node.dark(slot, "hung", since_s=struck_s + _HUNG_S + 2 * BEAT_S, until_s=until_s)
 
-    node.later(lasts_s - TICK_S, judge)
+    node.time.later(lasts_s - TICK_S, judge)
 
 
 @_fault
@@ -128,7 +120,7 @@ def _spoil(
         return
     action(path, node.rng)
     slot.silent = True
-    node.later(node.rng.uniform(0.1, 3.0), lambda: _production_back(slot))
+    node.time.later(node.rng.uniform(0.1, 3.0), lambda: _production_back(slot))
 
 
 @_fault
@@ -137,7 +129,7 @@ def scrape_spoilt(node: VirtualNode) -> None:
     for slot in node.slots:
         if (server := slot.scraped) is not None:
             server.mood = node.rng.choice(moods)
-            node.later(node.rng.uniform(1.0, 5.0), lambda server=server: _answers(server))  # type: ignore[misc]
+            node.time.later(node.rng.uniform(1.0, 5.0), lambda server=server: _answers(server))  # type: ignore[misc]
 
 
 @_fault
@@ -155,14 +147,14 @@ def _answers(server: ScrapedServer) -> None:
 def guest_stopped(node: VirtualNode) -> None:
     slot = _drawn(node)
     slot.guest_silent = True
-    node.later(node.rng.uniform(0.2, 9.0), lambda: setattr(slot, "guest_silent", False))
+    node.time.later(node.rng.uniform(0.2, 9.0), lambda: setattr(slot, "guest_silent", False))
 
 
 @_fault
 def kv_full(node: VirtualNode) -> None:
     slot = _drawn(node)
     slot.kv_usage_ratio = 0.97
-    node.later(node.rng.uniform(0.2, 4.0), lambda: setattr(slot, "kv_usage_ratio", 0.0))
+    node.time.later(node.rng.uniform(0.2, 4.0), lambda: setattr(slot, "kv_usage_ratio", 0.0))
 
 
 @_fault
@@ -178,7 +170,7 @@ def calls_lose_replies(node: VirtualNode) -> None:
 def _lose(node: VirtualNode, what: str) -> None:
     slot = _drawn(node)
     slot.lose = what
-    node.later(node.rng.uniform(1.0, 12.0), lambda: setattr(slot, "lose", ""))
+    node.time.later(node.rng.uniform(1.0, 12.0), lambda: setattr(slot, "lose", ""))
 
 
 @_fault
@@ -186,7 +178,7 @@ def calls_late(node: VirtualNode) -> None:
     """Calls and answers between gateways and agent are late, and overtake each other."""
     slot = _drawn(node)
     slot.late_s = node.rng.uniform(0.1, 6.0)
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "late_s", 0.0))
+    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "late_s", 0.0))
 
 
 @_fault
@@ -194,7 +186,7 @@ def calls_repeated(node: VirtualNode) -> None:
     """A proxy before the agent sends calls again, up to seconds later."""
     slot = _drawn(node)
     slot.twice = True
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "twice", False))
+    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "twice", False))
 
 
 @_fault
@@ -202,7 +194,7 @@ def turns_late(node: VirtualNode) -> None:
     """The proxy before a guest's engine holds turns back."""
     slot = _drawn(node)
     slot.turn_late_s = node.rng.uniform(0.2, 6.0)
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "turn_late_s", 0.0))
+    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "turn_late_s", 0.0))
 
 
 @_fault
@@ -246,14 +238,14 @@ def beats_fail(node: VirtualNode) -> None:
         if share == 1.0 and still and vars(policy).get("observe") is raising:
             node.dark(slot, "beats fail", since_s=struck_s + TICK_S / 2, until_s=until_s)
 
-    node.later(until_s - struck_s - TICK_S, judge)
+    node.time.later(until_s - struck_s - TICK_S, judge)
 
 
 @_fault
 def agent_killed(node: VirtualNode) -> None:
     if node.agent is not None:
         node.kill()
-        node.later(node.rng.uniform(0.0, 6.0), node.start)
+        node.time.later(node.rng.uniform(0.0, 6.0), node.start)
 
 
 @_fault
@@ -268,19 +260,19 @@ def agent_stopped(node: VirtualNode) -> None:
     def stopped(*given: Any, **named: Any) -> Any:
         effects = observe(*given, **named)
         vars(slot.policy).pop("observe", None)
-        node.time.now_s = round(node.time.now_s + leap_s, 6)
+        node.time.leap(leap_s)
         return effects
 
     if node.rng.random() < 0.5:
         slot.policy.observe = stopped  # type: ignore[method-assign]
     else:
-        node.time.now_s = round(node.time.now_s + leap_s, 6)
+        node.time.leap(leap_s)
 
 
 @_fault
 def machine_suspended(node: VirtualNode) -> None:
     """All clocks leap for all processes."""
-    node.time.now_s = round(node.time.now_s + node.rng.choice((1.0, 30.0, 3600.0)), 6)
+    node.time.leap(node.rng.choice((1.0, 30.0, 3600.0)))
 
 
 @_fault
@@ -292,7 +284,7 @@ def wall_clock_jumped(node: VirtualNode) -> None:
 def disk_full(node: VirtualNode) -> None:
     node.disk_full = True
     node.evidence.recording = False
-    node.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
+    node.time.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
 
 
 @_fault
@@ -315,7 +307,7 @@ def state_dir_taken(node: VirtualNode) -> None:
             return
         node.evidence.refused.append(RefusedCall(name="second agent", status=0, granted=True))
 
-    node.later(2 * BEAT_S, second)
+    node.time.later(2 * BEAT_S, second)
 
 
 @_fault
@@ -342,7 +334,7 @@ def _ordered(node: VirtualNode, cause: str, lift: Callable[[], Any]) -> None:
             with suppress(FileNotFoundError, Exhausted):
                 lift()
 
-    node.later(until_s - node.time.now_s, lift_last)
+    node.time.later(until_s - node.time.now_s, lift_last)
     for slot in node.slots:
         node.dark(slot, cause, until_s=until_s - TICK_S, since_s=node.time.now_s + TICK_S / 2)
 
@@ -371,14 +363,7 @@ def caps_lowered(node: VirtualNode) -> None:
         return
     node.tokens_max = node.rng.choice((1, 17, 128, 300))
     node.agent.reconfigure(node.config())
-    node.evidence.caps.append(
-        Caps(
-            since_s=node.time.now_s,
-            step_tokens=node.tokens_max,
-            kv_tokens=KV_TOKENS,
-            ttl_s=TTL_S,
-        )
-    )
+    node.note_caps()
 
 
 @_fault
@@ -397,7 +382,7 @@ def slot_gone(node: VirtualNode) -> None:
         if node.agent is not None:
             node.agent.reconfigure(node.config())
 
-    until_s = node.later(node.rng.uniform(0.1, 4.0), back)
+    until_s = node.time.later(node.rng.uniform(0.1, 4.0), back)
     node.dark(slot, "gone", since_s=node.time.now_s + TICK_S / 2, until_s=until_s - TICK_S)
 
 
