@@ -3,12 +3,13 @@
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.agent.evidence import RefusedCall
 from benchmarks.agent.virtual_node import BEAT_S, TICK_S, VirtualNode
-from benchmarks.agent.virtual_slot import ScrapedServer, VirtualHolder, VirtualSlot
+from benchmarks.agent.virtual_slot import VirtualHolder, VirtualSlot
 from harvester.agent.node import NodeAgent
 from harvester.contracts.errors import Exhausted, NotYet
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
@@ -30,6 +31,20 @@ def _fault(function: Fault) -> Fault:
 
 def _drawn(node: VirtualNode) -> VirtualSlot:
     return node.rng.choice(node.slots)
+
+
+def _for_a_while(
+    node: VirtualNode, changed: object, least_s: float, most_s: float, **fields: Any
+) -> None:
+    """The fields have these values until a drawn time, and then none: false, empty or 0."""
+
+    def give(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(changed, name, value)
+
+    give(fields)
+    none = {name: type(value)() for name, value in fields.items()}
+    node.time.later(node.rng.uniform(least_s, most_s), lambda: give(none))
 
 
 def _production_back(slot: VirtualSlot) -> None:
@@ -129,7 +144,8 @@ def scrape_spoilt(node: VirtualNode) -> None:
     for slot in node.slots:
         if (server := slot.scraped) is not None:
             server.mood = node.rng.choice(moods)
-            node.time.later(node.rng.uniform(1.0, 5.0), lambda server=server: _answers(server))  # type: ignore[misc]
+            good = partial(setattr, server, "mood", "good")
+            node.time.later(node.rng.uniform(1.0, 5.0), good)
 
 
 @_fault
@@ -139,62 +155,42 @@ def scrape_reset(node: VirtualNode) -> None:
             slot.scraped.tokens = 0
 
 
-def _answers(server: ScrapedServer) -> None:
-    server.mood = "good"
-
-
 @_fault
 def guest_stopped(node: VirtualNode) -> None:
-    slot = _drawn(node)
-    slot.guest_silent = True
-    node.time.later(node.rng.uniform(0.2, 9.0), lambda: setattr(slot, "guest_silent", False))
+    _for_a_while(node, _drawn(node), 0.2, 9.0, guest_silent=True)
 
 
 @_fault
 def kv_full(node: VirtualNode) -> None:
-    slot = _drawn(node)
-    slot.kv_usage_ratio = 0.97
-    node.time.later(node.rng.uniform(0.2, 4.0), lambda: setattr(slot, "kv_usage_ratio", 0.0))
+    _for_a_while(node, _drawn(node), 0.2, 4.0, kv_usage_ratio=0.97)
 
 
 @_fault
 def calls_lose_requests(node: VirtualNode) -> None:
-    _lose(node, "request")
+    _for_a_while(node, _drawn(node), 1.0, 12.0, lose="request")
 
 
 @_fault
 def calls_lose_replies(node: VirtualNode) -> None:
-    _lose(node, "reply")
-
-
-def _lose(node: VirtualNode, what: str) -> None:
-    slot = _drawn(node)
-    slot.lose = what
-    node.time.later(node.rng.uniform(1.0, 12.0), lambda: setattr(slot, "lose", ""))
+    _for_a_while(node, _drawn(node), 1.0, 12.0, lose="reply")
 
 
 @_fault
 def calls_late(node: VirtualNode) -> None:
     """Calls and answers between gateways and agent are late, and overtake each other."""
-    slot = _drawn(node)
-    slot.late_s = node.rng.uniform(0.1, 6.0)
-    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "late_s", 0.0))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, late_s=node.rng.uniform(0.1, 6.0))
 
 
 @_fault
 def calls_repeated(node: VirtualNode) -> None:
     """A proxy before the agent sends calls again, up to seconds later."""
-    slot = _drawn(node)
-    slot.twice = True
-    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "twice", False))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, twice=True)
 
 
 @_fault
 def turns_late(node: VirtualNode) -> None:
     """The proxy before a guest's engine holds turns back."""
-    slot = _drawn(node)
-    slot.turn_late_s = node.rng.uniform(0.2, 6.0)
-    node.time.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "turn_late_s", 0.0))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, turn_late_s=node.rng.uniform(0.2, 6.0))
 
 
 @_fault
@@ -282,9 +278,8 @@ def wall_clock_jumped(node: VirtualNode) -> None:
 
 @_fault
 def disk_full(node: VirtualNode) -> None:
-    node.disk_full = True
     node.evidence.recording = False
-    node.time.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
+    _for_a_while(node, node, 0.3, 4.0, disk_full=True)
 
 
 @_fault
