@@ -3,20 +3,13 @@
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agent.evidence import Caps, RefusedCall
-from benchmarks.agent.virtual_node import (
-    BEAT_S,
-    KV_TOKENS,
-    TICK_S,
-    TTL_S,
-    ScrapedServer,
-    VirtualHolder,
-    VirtualNode,
-    VirtualSlot,
-)
+from benchmarks.agent.evidence import RefusedCall
+from benchmarks.agent.virtual_node import BEAT_S, TICK_S, VirtualNode
+from benchmarks.agent.virtual_slot import VirtualHolder, VirtualSlot
 from harvester.agent.node import NodeAgent
 from harvester.contracts.errors import Exhausted, NotYet
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
@@ -40,6 +33,20 @@ def _drawn(node: VirtualNode) -> VirtualSlot:
     return node.rng.choice(node.slots)
 
 
+def _for_a_while(
+    node: VirtualNode, changed: object, least_s: float, most_s: float, **fields: Any
+) -> None:
+    """The fields have these values until a drawn time, and then none: false, empty or 0."""
+
+    def give(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(changed, name, value)
+
+    give(fields)
+    none = {name: type(value)() for name, value in fields.items()}
+    node.time.later(node.rng.uniform(least_s, most_s), lambda: give(none))
+
+
 def _production_back(slot: VirtualSlot) -> None:
     slot.silent, slot.hung_s = False, 0.0
 
@@ -49,7 +56,7 @@ def production_stopped(node: VirtualNode) -> None:
     """SIGSTOP: its page stays and expires."""
     slot = _drawn(node)
     slot.silent = True
-    node.later(node.rng.uniform(0.2, 7.0), lambda: _production_back(slot))
+    node.time.later(node.rng.uniform(0.2, 7.0), lambda: _production_back(slot))
 
 
 @_fault
@@ -60,7 +67,7 @@ def production_hung(node: VirtualNode) -> None:
         return
     slot.hung_s = struck_s = node.time.now_s
     before = len(node.evidence.starts), slot.blinded
-    until_s = node.later(lasts_s, lambda: _production_back(slot))
+    until_s = node.time.later(lasts_s, lambda: _production_back(slot))
 
     def judge() -> None:
         # A restarted agent has not seen its last step, nor has a slot that was opened anew, or
@@ -69,7 +76,7 @@ def production_hung(node: VirtualNode) -> None:
         if slot.hung_s == struck_s and seen and not slot.silent:
             node.dark(slot, "hung", since_s=struck_s + _HUNG_S + 2 * BEAT_S, until_s=until_s)
 
-    node.later(lasts_s - TICK_S, judge)
+    node.time.later(lasts_s - TICK_S, judge)
 
 
 @_fault
@@ -128,7 +135,7 @@ def _spoil(
         return
     action(path, node.rng)
     slot.silent = True
-    node.later(node.rng.uniform(0.1, 3.0), lambda: _production_back(slot))
+    node.time.later(node.rng.uniform(0.1, 3.0), lambda: _production_back(slot))
 
 
 @_fault
@@ -137,7 +144,8 @@ def scrape_spoilt(node: VirtualNode) -> None:
     for slot in node.slots:
         if (server := slot.scraped) is not None:
             server.mood = node.rng.choice(moods)
-            node.later(node.rng.uniform(1.0, 5.0), lambda server=server: _answers(server))  # type: ignore[misc]
+            good = partial(setattr, server, "mood", "good")
+            node.time.later(node.rng.uniform(1.0, 5.0), good)
 
 
 @_fault
@@ -147,62 +155,42 @@ def scrape_reset(node: VirtualNode) -> None:
             slot.scraped.tokens = 0
 
 
-def _answers(server: ScrapedServer) -> None:
-    server.mood = "good"
-
-
 @_fault
 def guest_stopped(node: VirtualNode) -> None:
-    slot = _drawn(node)
-    slot.guest_silent = True
-    node.later(node.rng.uniform(0.2, 9.0), lambda: setattr(slot, "guest_silent", False))
+    _for_a_while(node, _drawn(node), 0.2, 9.0, guest_silent=True)
 
 
 @_fault
 def kv_full(node: VirtualNode) -> None:
-    slot = _drawn(node)
-    slot.kv_usage_ratio = 0.97
-    node.later(node.rng.uniform(0.2, 4.0), lambda: setattr(slot, "kv_usage_ratio", 0.0))
+    _for_a_while(node, _drawn(node), 0.2, 4.0, kv_usage_ratio=0.97)
 
 
 @_fault
 def calls_lose_requests(node: VirtualNode) -> None:
-    _lose(node, "request")
+    _for_a_while(node, _drawn(node), 1.0, 12.0, lose="request")
 
 
 @_fault
 def calls_lose_replies(node: VirtualNode) -> None:
-    _lose(node, "reply")
-
-
-def _lose(node: VirtualNode, what: str) -> None:
-    slot = _drawn(node)
-    slot.lose = what
-    node.later(node.rng.uniform(1.0, 12.0), lambda: setattr(slot, "lose", ""))
+    _for_a_while(node, _drawn(node), 1.0, 12.0, lose="reply")
 
 
 @_fault
 def calls_late(node: VirtualNode) -> None:
     """Calls and answers between gateways and agent are late, and overtake each other."""
-    slot = _drawn(node)
-    slot.late_s = node.rng.uniform(0.1, 6.0)
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "late_s", 0.0))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, late_s=node.rng.uniform(0.1, 6.0))
 
 
 @_fault
 def calls_repeated(node: VirtualNode) -> None:
     """A proxy before the agent sends calls again, up to seconds later."""
-    slot = _drawn(node)
-    slot.twice = True
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "twice", False))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, twice=True)
 
 
 @_fault
 def turns_late(node: VirtualNode) -> None:
     """The proxy before a guest's engine holds turns back."""
-    slot = _drawn(node)
-    slot.turn_late_s = node.rng.uniform(0.2, 6.0)
-    node.later(node.rng.uniform(1.0, 9.0), lambda: setattr(slot, "turn_late_s", 0.0))
+    _for_a_while(node, _drawn(node), 1.0, 9.0, turn_late_s=node.rng.uniform(0.2, 6.0))
 
 
 @_fault
@@ -246,14 +234,14 @@ def beats_fail(node: VirtualNode) -> None:
         if share == 1.0 and still and vars(policy).get("observe") is raising:
             node.dark(slot, "beats fail", since_s=struck_s + TICK_S / 2, until_s=until_s)
 
-    node.later(until_s - struck_s - TICK_S, judge)
+    node.time.later(until_s - struck_s - TICK_S, judge)
 
 
 @_fault
 def agent_killed(node: VirtualNode) -> None:
     if node.agent is not None:
         node.kill()
-        node.later(node.rng.uniform(0.0, 6.0), node.start)
+        node.time.later(node.rng.uniform(0.0, 6.0), node.start)
 
 
 @_fault
@@ -268,19 +256,19 @@ def agent_stopped(node: VirtualNode) -> None:
     def stopped(*given: Any, **named: Any) -> Any:
         effects = observe(*given, **named)
         vars(slot.policy).pop("observe", None)
-        node.time.now_s = round(node.time.now_s + leap_s, 6)
+        node.time.leap(leap_s)
         return effects
 
     if node.rng.random() < 0.5:
         slot.policy.observe = stopped  # type: ignore[method-assign]
     else:
-        node.time.now_s = round(node.time.now_s + leap_s, 6)
+        node.time.leap(leap_s)
 
 
 @_fault
 def machine_suspended(node: VirtualNode) -> None:
     """All clocks leap for all processes."""
-    node.time.now_s = round(node.time.now_s + node.rng.choice((1.0, 30.0, 3600.0)), 6)
+    node.time.leap(node.rng.choice((1.0, 30.0, 3600.0)))
 
 
 @_fault
@@ -290,9 +278,8 @@ def wall_clock_jumped(node: VirtualNode) -> None:
 
 @_fault
 def disk_full(node: VirtualNode) -> None:
-    node.disk_full = True
     node.evidence.recording = False
-    node.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
+    _for_a_while(node, node, 0.3, 4.0, disk_full=True)
 
 
 @_fault
@@ -315,7 +302,7 @@ def state_dir_taken(node: VirtualNode) -> None:
             return
         node.evidence.refused.append(RefusedCall(name="second agent", status=0, granted=True))
 
-    node.later(2 * BEAT_S, second)
+    node.time.later(2 * BEAT_S, second)
 
 
 @_fault
@@ -342,7 +329,7 @@ def _ordered(node: VirtualNode, cause: str, lift: Callable[[], Any]) -> None:
             with suppress(FileNotFoundError, Exhausted):
                 lift()
 
-    node.later(until_s - node.time.now_s, lift_last)
+    node.time.later(until_s - node.time.now_s, lift_last)
     for slot in node.slots:
         node.dark(slot, cause, until_s=until_s - TICK_S, since_s=node.time.now_s + TICK_S / 2)
 
@@ -371,14 +358,7 @@ def caps_lowered(node: VirtualNode) -> None:
         return
     node.tokens_max = node.rng.choice((1, 17, 128, 300))
     node.agent.reconfigure(node.config())
-    node.evidence.caps.append(
-        Caps(
-            since_s=node.time.now_s,
-            step_tokens=node.tokens_max,
-            kv_tokens=KV_TOKENS,
-            ttl_s=TTL_S,
-        )
-    )
+    node.note_caps()
 
 
 @_fault
@@ -397,7 +377,7 @@ def slot_gone(node: VirtualNode) -> None:
         if node.agent is not None:
             node.agent.reconfigure(node.config())
 
-    until_s = node.later(node.rng.uniform(0.1, 4.0), back)
+    until_s = node.time.later(node.rng.uniform(0.1, 4.0), back)
     node.dark(slot, "gone", since_s=node.time.now_s + TICK_S / 2, until_s=until_s - TICK_S)
 
 

@@ -4,6 +4,7 @@ A connector counts as local only if its class and each setting are known to keep
 """
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ _LMCACHE_LOCAL = frozenset(
 """Settings of LMCache that name no other place: without any others its KV lies in this host's
 memory and on its disks."""
 _OFF = ("false", "0", "none", "null")
+_FILE_BYTES_MAX = 64 << 10
+"""A few KB hold every setting; a file without an end would hold production's start up."""
 
 
 def remote_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -68,16 +71,26 @@ def _lmcache_elsewhere(extra: Mapping[str, Any]) -> str:
     file = environment.pop("LMCACHE_CONFIG_FILE", None)
     settings += [(name[8:].lower(), value) for name, value in environment.items()]
     if file is not None:
-        given: Any = None
-        with suppress(Exception):  # In production no error may surface; the reason is the name.
-            import yaml
-
-            given = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        given = _settings_in(Path(file))
         if not isinstance(given, dict):
             return f"LMCACHE_CONFIG_FILE {file[:200]}, which cannot be read"
         settings += given.items()
     return next((str(name)[:80] for name, value in settings if not _is_local(name, value)), "")
 
 
+def _settings_in(file: Path) -> Any:
+    """The file's content; None where it is no plain file of YAML: a pipe would wait for its writer,
+    and LMCache would no longer find what was read from it here."""
+    with suppress(Exception):  # In production no error may surface; the reason is the name.
+        import yaml
+
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _FILE_BYTES_MAX:
+            return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return None
+
+
 def _is_local(name: str, value: Any) -> bool:
-    return name in _LMCACHE_LOCAL or not value or str(value).strip().lower() in _OFF
+    # The text of a value is not made: aliases in a file can make it grow without a bound.
+    off = isinstance(value, str) and value.strip().lower() in _OFF
+    return name in _LMCACHE_LOCAL or not value or off

@@ -11,7 +11,7 @@ _RECLAIM = "harvester_reclaim_duration_seconds"
 
 def harvesting() -> tuple[Lines | Stat, ...]:
     """Panels on whether harvesting may go on, what it takes and what it gives back."""
-    return (*_verdicts(), *_taking(), *_giving_back())
+    return (*_verdicts(), *_left_over(), *_decisions(), *_giving_back(), *_predictions())
 
 
 def _verdicts() -> tuple[Lines | Stat, ...]:
@@ -75,8 +75,8 @@ def _verdicts() -> tuple[Lines | Stat, ...]:
     )
 
 
-def _taking() -> tuple[Lines | Stat, ...]:
-    """Panels on the harvested capacity and the reasons of decisions."""
+def _left_over() -> tuple[Lines | Stat, ...]:
+    """How much does production leave?"""
     return (
         lines(
             "SLO headroom",
@@ -101,6 +101,12 @@ def _taking() -> tuple[Lines | Stat, ...]:
                 "{{node}} {{slot}} P{{percentile}}",
             ),
         ),
+    )
+
+
+def _decisions() -> tuple[Lines | Stat, ...]:
+    """How much of it is granted, and why not more?"""
+    return (
         lines(
             "Slot state",
             "1 for the state that each slot is in.",
@@ -148,7 +154,7 @@ def _taking() -> tuple[Lines | Stat, ...]:
 
 
 def _giving_back() -> tuple[Lines | Stat, ...]:
-    """How fast does it give back, and can its predictions be believed?"""
+    """How fast does it give back?"""
     return (
         quantiles(
             "Time to give back",
@@ -200,6 +206,12 @@ def _giving_back() -> tuple[Lines | Stat, ...]:
                 "{{node}} {{slot}} {{outcome}}",
             ),
         ),
+    )
+
+
+def _predictions() -> tuple[Lines | Stat, ...]:
+    """Can its predictions be believed?"""
+    return (
         lines(
             "Guest steps longer than predicted",
             "A tenth is what the step-time model promises.",

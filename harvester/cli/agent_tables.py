@@ -52,7 +52,10 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
 
 
 def _withheld(offer: SlotOffer) -> Iterator[str]:
-    """More of the leased time than the proof's usual share."""
+    """More of the leased time than the proof's usual share. A proof that has found harm is not
+    unsettled: it stops the slot."""
+    if any(each.guard == "proof" and each.binds for each in offer.guards):
+        return
     if offer.proving_left_s > 0:
         minutes = math.ceil(offer.proving_left_s / 60)
         yield f"Slot {offer.slot} has proven itself after {minutes} more min of leased time"

@@ -184,7 +184,8 @@ def _context_by_another_rule(config: dict[str, object], requested: GuestConfig) 
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     plain = isinstance(rope, dict) and not any(isinstance(each, dict) for each in rope.values())
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
-    overridden = any(each.startswith("--hf-overrides") for each in requested.arguments)
+    # Another configuration, or fields over it; vLLM takes `_` for `-`, and a beginning of the flag.
+    overridden = any(each.replace("_", "-").startswith("--hf-") for each in requested.arguments)
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
     other = "model_max_length" in config or overridden or allowed
     return other or not plain or kind != "default"

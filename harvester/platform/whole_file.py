@@ -1,5 +1,6 @@
 """Files that exist whole or not at all, at whatever byte a kill or a power cut falls."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -33,10 +34,12 @@ def replace(path: Path, data: bytes, *, mode: int | None = 0o600) -> None:
 
 def is_there(path: Path) -> bool:
     """Raises PermissionError where this user may not look: `Path.exists` does so before Python 3.14
-    and says False from it on."""
+    and says False from it on. A link that leads nowhere, or to itself, leads to no file."""
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            raise
         return False
     return True
 

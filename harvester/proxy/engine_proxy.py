@@ -222,7 +222,7 @@ async def _end_unreachable(transport: asyncio.Transport | None) -> None:
     15 minutes. TCP_USER_TIMEOUT would also end a caller that lives and reads nothing for a while:
     its machine answers the probes of its closed window."""
     connection = transport.get_extra_info("socket") if transport is not None else None
-    if transport is None or connection is None:
+    if transport is None or connection is None or transport.is_closing():
         return
     for option in _KEPT_ALIVE:
         connection.setsockopt(*option)

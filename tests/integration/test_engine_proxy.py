@@ -8,7 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -290,6 +290,20 @@ async def test_a_caller_that_is_cut_off_in_its_stream_ends_its_request(
         assert await loop.sock_recv(caller, 100)
         cut_off(caller)
         await engine.ended.wait()
+
+
+async def test_the_watch_over_a_caller_that_has_just_gone_ends_without_an_error() -> None:
+    accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    async with await asyncio.start_server(
+        lambda _, writer: accepted.set_result(writer), "127.0.0.1", 0
+    ) as server:
+        _, caller = await asyncio.open_connection(*server.sockets[0].getsockname())
+        transport = (await accepted).transport
+        transport.abort()
+        await asyncio.sleep(0.01)
+        assert transport.get_extra_info("socket").fileno() < 0
+        await engine_proxy._end_unreachable(cast(asyncio.Transport, transport))
+        caller.close()
 
 
 async def test_a_stream_that_the_engine_breaks_is_broken_for_the_caller_too() -> None:

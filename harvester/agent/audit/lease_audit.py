@@ -35,7 +35,8 @@ class LeaseAudit:
         """Once a beat: what was left out of a caller who has fallen silent, as one event."""
         for who, limit in tuple(self._limits.items()):
             silent_s = now - (limit.at_s or 0.0)
-            if limit.omitted and silent_s >= _QUIET_S:
+            # The event is one of those that the caller may cause.
+            if limit.omitted and silent_s >= _QUIET_S and limit.admits(now=now, again=True):
                 self._log.note(AuditKind.REFUSALS_OMITTED, who=who, omitted=limit.taken())
             if silent_s >= _FORGOTTEN_S:
                 del self._limits[who]

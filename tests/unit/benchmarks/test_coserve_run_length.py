@@ -18,6 +18,7 @@ from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.bench import Bench
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.figures import Facts
+from benchmarks.coserve.round_log import Plan
 from benchmarks.coserve.rounds import ArmSlice, Runner
 from benchmarks.coserve.run_length import PROVING_SLICE_S, SHORT
 from benchmarks.testbed.bursts import Bursts, generated_trace
@@ -199,6 +200,22 @@ def test_a_proof_without_an_end_is_an_error_and_one_that_is_too_late_ends_the_pi
     late, runner = proving_bench(tmp_path, proving_s=1e6, minutes=1.0)
     assert not asyncio.run(late._proves(cast(Runner, runner)))
     assert not late.log.proving
+
+
+@pytest.mark.parametrize("measured", [1, 2])
+def test_a_piece_that_ends_within_the_proof_keeps_the_rounds_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: int
+) -> None:
+    """A slot that its proof has stopped proves itself anew; no round is left for it in the end."""
+    monkeypatch.setattr("benchmarks.coserve.bench.figures", made_figures)
+    bench, runner = proving_bench(tmp_path, proving_s=1e6, seconds=40.0, minutes=1.0)
+    excerpts = bench.load.excerpts(bench.length.slice_s, count=bench.rounds)
+    bench.log.begin(Plan(sizes=bench.load.sizes, rate=bench.load.rate, level=FIRST_LEVEL))
+    for turn in range(measured):
+        bench.log.add([asyncio.run(runner.run(Arm.ROSEMUX, turn, excerpts[turn]))], [])
+    found = asyncio.run(bench._rounds(cast(Runner, runner), excerpts))
+    assert (found["rounds"], len(bench.log.rounds), bench.log.proving) == (measured, measured, [])
+    assert not runner.shipped, "other parts have rules of their own"
 
 
 class CountedTrials:

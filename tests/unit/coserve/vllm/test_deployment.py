@@ -149,6 +149,10 @@ def test_an_engine_that_waits_for_other_machines_is_refused_with_a_remedy(
     assert remedy in found
 
 
+ALIASES = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+LAUGHS = f"chunk_size: [&a0 [x, x], {ALIASES}]\nhouse: *a11\n"
+"""Aliases of aliases: the text of `house` would have 9^11 words."""
+
 LOCAL_FILE = """
 chunk_size: 256
 local_cpu: true
@@ -199,6 +203,9 @@ def test_lmcache_whose_every_setting_keeps_kv_on_this_host_fits(
         ({}, "- no mapping", "cannot be read"),
         ({}, "a: [", "cannot be read"),
         ({"LMCACHE_CONFIG_FILE": "/no/such/file"}, None, "cannot be read"),
+        ({"LMCACHE_CONFIG_FILE": "/dev/zero"}, None, "cannot be read"),
+        ({}, f"# {'x' * (1 << 17)}", "cannot be read"),
+        ({}, LAUGHS, "house"),
     ],
 )
 def test_lmcache_with_any_other_setting_is_refused_and_the_setting_named(
@@ -211,6 +218,19 @@ def test_lmcache_with_any_other_setting_is_refused_and_the_setting_named(
     set_up(monkeypatch, tmp_path, environment, file)
     found = unfit_deployment(config(transfer("LMCacheConnectorV1", "kv_both")))
     assert reason in found
+
+
+def test_a_pipe_for_lmcache_holds_production_up_as_little_as_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "pipe"))
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.write(writer, LOCAL_FILE.encode())
+    found = unfit_deployment(config(transfer("LMCacheConnectorV1", "kv_both")))
+    assert "cannot be read" in found
+    assert os.read(writer, 4096) == LOCAL_FILE.encode(), "it is still there for LMCache"
+    os.close(writer)
 
 
 def set_up(

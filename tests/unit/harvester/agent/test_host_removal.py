@@ -331,6 +331,8 @@ def test_a_link_in_place_of_a_directory_leads_to_nothing_that_is_removed(
     links = [config.page_root / "slot0", config.page_root / LAUNCH_DIRECTORY]
     for link in links:
         link.symlink_to(elsewhere)
+    links.append(config.page_root / "slot1")
+    links[-1].symlink_to(links[-1])
     done = undo(config, records=True)
     assert files_under(elsewhere) == before
     assert all("link" in done.left[link] for link in links)

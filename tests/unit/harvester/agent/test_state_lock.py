@@ -28,6 +28,8 @@ print(flush=True)
 input()
 """
 
+privileged = pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> AgentConfig:
@@ -109,7 +111,7 @@ def test_an_agent_whose_state_dir_another_took_over_ends_and_leaves_it_alone(
     other.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
+@privileged
 def test_an_agent_that_lost_its_state_dir_settles_its_guest_and_leaves_the_other_s_record(
     config: AgentConfig, sleepers: list[ProcessId]
 ) -> None:
@@ -132,7 +134,7 @@ def test_an_agent_that_lost_its_state_dir_settles_its_guest_and_leaves_the_other
     assert [is_idle(process) for process in sleepers] == [True, True]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
+@privileged
 def test_a_state_dir_that_was_emptied_gets_the_record_of_lifted_processes_again(
     config: AgentConfig, sleepers: list[ProcessId]
 ) -> None:

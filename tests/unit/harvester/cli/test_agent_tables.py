@@ -129,6 +129,12 @@ def test_more_withheld_time_than_the_usual_share_has_a_sentence(
     assert sentences_of(withheld_ratio=withheld_ratio, proving_left_s=proving_left_s) == sentences
 
 
+def test_a_slot_that_its_proof_has_stopped_says_nothing_of_a_suspicion() -> None:
+    proof = GuardReading(guard="proof", value=25.0, limit=20.0, binds=True)
+    found = sentences_of(withheld_ratio=0.5, guards=(proof,), reason="the guest harms production")
+    assert found == ["Slot a: the guest harms production"]
+
+
 def test_the_kill_file_is_an_order_and_no_fault() -> None:
     killed = "kill switch: hold"
     found = sentences_of(mode="harvest", slot_state="off", reason=killed)

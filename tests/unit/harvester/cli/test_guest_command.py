@@ -448,25 +448,29 @@ def test_a_model_that_cannot_be_loaded_is_found_before_the_start(
 
 
 @pytest.mark.parametrize(
-    ("more", "good"),
+    ("more", "flag", "good"),
     [
-        ({}, False),
-        ({"rope_parameters": {"rope_type": "default"}}, False),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, True),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, True),
-        ({"model_max_length": 131072}, True),
-        ({"max_position_embeddings": 512}, True),
+        ({}, "--seed=1", False),
+        ({"rope_parameters": {"rope_type": "default"}}, "--seed=1", False),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "--seed=1", True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "--seed=1", True),
+        ({"model_max_length": 131072}, "--seed=1", True),
+        ({"max_position_embeddings": 512}, "--seed=1", True),
+        ({}, "--hf_overrides={}", True),
+        ({}, "--hf-overr={}", True),
+        ({}, "--hf-config-path=/x", True),
     ],
 )
 def test_turns_longer_than_the_model_are_found_before_the_start(
     more: dict[str, object],
+    flag: str,
     good: bool,
     write: Write,
     programs: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = write()
+    config = write(f"arguments: ['{flag}']")
     model = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps(model | more))
     code, shown = said(config, capsys)

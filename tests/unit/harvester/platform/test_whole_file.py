@@ -43,6 +43,8 @@ def test_a_place_where_this_user_may_not_look_is_not_taken_for_an_absent_file(
     assert is_there(tmp_path)
     assert not is_there(tmp_path / "absent")
     assert not is_there(tmp_path / "file" / "below")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert not is_there(tmp_path / "loop")
 
     def refused(*_: object, **__: object) -> None:
         raise PermissionError

@@ -182,6 +182,21 @@ def test_callers_without_end_fill_no_audit(stage: Stage) -> None:
     assert stage.last("lease_refused").who == CALLER
 
 
+def test_counts_of_what_was_left_out_are_part_of_a_caller_s_bound(stage: Stage) -> None:
+    audit, now = stage.node._lease_audit, 0.0
+    request = LeaseRequest(
+        request_id="r", slot=SLOT, tenant=TenantId("t"), job=JobId("j"), duration_s=1.0
+    )
+    answer = LeaseRefused(slot=SLOT, reason="leased to job j", retry_after_s=1.0)
+    for _ in range(260):
+        for _ in range(2):
+            audit.refused(request, answer, who=CALLER, now=now)
+        now += 10.05  # Silent for long enough, and back at once.
+        audit.check(now=now)
+    events = len(stage.of("lease_refused")) + len(stage.of("refusals_omitted"))
+    assert 60 < events <= 60 + 0.1 * now
+
+
 def test_a_refused_renewal_names_the_lease_that_ended_and_no_made_up_one(stage: Stage) -> None:
     lease = stage.harvest()
     stage.clock.now_s += 60.0
