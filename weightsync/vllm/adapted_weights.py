@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, RoseMuxError, Stale
+from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import checked_name
 from weightsync.layout.adapter import base_of
 from weightsync.layout.manifest import AdapterRecord, Manifest
@@ -115,11 +115,8 @@ class AdaptedWeights:
 
     def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
         """See EngineWeights: of the base that the update brings. Ranks have whole adapters."""
-        try:
-            manifest = self._stores.manifest(*request.key)
-            record = manifest.adapter if manifest is not None else None
-        except (RoseMuxError, OSError) as error:
-            return RankSums(fault=f"{type(error).__name__}: {error}")
+        manifest = self._stores.manifest(*request.key)
+        record = manifest.adapter if manifest is not None else None
         self._moves_base = record is None or not self._is_on(record)
         if not self._moves_base:
             return RankSums()
