@@ -20,8 +20,9 @@ from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.receive.rank_sums import RankSums, SumVerdict
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
-from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights
 from weightsync.vllm.paced_pool import Pace
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
 _RESTART = "or restart the engine to serve another base"

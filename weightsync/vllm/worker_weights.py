@@ -31,10 +31,11 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.rank_agreement import JUDGE_METHOD, SUMS_METHOD
 from weightsync.vllm.rank_parts import is_partial
 from weightsync.vllm.stager import StageState, StageStatus

@@ -21,7 +21,8 @@ from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]

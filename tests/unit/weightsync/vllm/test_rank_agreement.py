@@ -20,7 +20,8 @@ from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.rank_sums import RankSums, SumJudge, SumVerdict, without_boxes
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.rank_agreement import JUDGE_METHOD, SUMS_METHOD, agreed, compare_before_updates
 
 State = dict[str, torch.Tensor]
@@ -203,13 +204,14 @@ def test_a_rank_that_cannot_prepare_a_version_holds_back_all(
     store, done = published
     engine = Engine(store.parent, [Rank(0), Rank(1)], stack)
     engine.load(done[0])
-    prepare = engine.weights[1]._prepared
+    preparer = engine.weights[1]._preparer
+    prepare = preparer.prepared
 
     def failing(*_: object) -> Any:
-        engine.weights[1]._prepared = prepare  # type: ignore[method-assign]
+        preparer.prepared = prepare  # type: ignore[method-assign]
         raise Stale("no store here")
 
-    engine.weights[1]._prepared = failing  # type: ignore[method-assign]
+    preparer.prepared = failing  # type: ignore[method-assign]
     with pytest.raises(Corrupt, match="another rank refuses it: Stale: no store here"):
         engine.load(done[1])
     assert engine.versions() == [1, 1]
