@@ -100,25 +100,15 @@ class Publisher(AbstractContextManager["Publisher"]):
         exchange: ExchangeSettings = ExchangeSettings(),
     ) -> None:
         check_rank(rank, ranks)
-        if not isinstance(adapter, Adapter | None):
-            raise ConfigError(f"adapter {adapter!r}: use Adapter(base, config)")
-        for name, given, kind in (
-            ("versions", versions, VersionSettings),
-            ("work", work, WorkSettings),
-            ("exchange", exchange, ExchangeSettings),
-        ):
-            if not isinstance(given, kind):
-                raise ConfigError(f"{name}: use Publisher.{name.capitalize()}(...), not {given!r}")
+        _check_records(adapter, versions, work, exchange)
         self._versions = versions
         self._clock = work.clock
         self._store = writable_store(store, spool_dir=work.spool_dir)
         self._adapter = adapter
-        gateways = (
-            announce if isinstance(announce, AnnounceSettings) else AnnounceSettings(announce)
-        )
-        self._announcer = (
-            _announcer(store, gateways, work.clock) if gateways.urls and rank == 0 else None
-        )
+        if not isinstance(announce, AnnounceSettings):
+            announce = AnnounceSettings(announce)
+        announces = announce.urls and rank == 0
+        self._announcer = _announcer(store, announce, work.clock) if announces else None
         self._steps = 0
         self._closed = False
         self._lead: VersionWriter | None = None
@@ -130,12 +120,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._compiling: Future[None] | None = None
         with ExitStack() as undo:
             if rank == 0:
-                found = self._store.reader()
-                if found.writer is not None:
-                    raise ConfigError(f"{found} is written by {found.writer}: publish elsewhere")
-                writer = self._store.writer()
-                undo.callback(writer.close)
-                self._lead = VersionWriter(writer, versions, adapter)
+                self._lead = self._taken_over(undo)
             self._copy = self._opened_copy(work.spool_dir, rank)
             undo.callback(self._copy.close)
             self._warm_up()
@@ -144,18 +129,13 @@ class Publisher(AbstractContextManager["Publisher"]):
                 if self._lead and versions.skip_deltas and versions.encoding is Encoding.ROSEMUX
                 else None
             )
-            # Only now, since rank 0 clears an earlier trainer's messages.
-            self._ranks = (
-                SingleRank()
-                if ranks_dir is None or ranks == 1
-                else RanksByFiles(
-                    ranks_dir,
-                    rank=rank,
-                    ranks=ranks,
-                    timeout_s=exchange.rank_timeout_s,
-                    clock=work.clock,
+            self._ranks: SingleRank | RanksByFiles = SingleRank()
+            if ranks_dir is not None:
+                # Only now, since rank 0 clears an earlier trainer's messages.
+                timeout_s, clock = exchange.rank_timeout_s, work.clock
+                self._ranks = RanksByFiles(
+                    ranks_dir, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock
                 )
-            )
             undo.pop_all()
         self._share = RankShare(
             self._copy,
@@ -337,6 +317,16 @@ class Publisher(AbstractContextManager["Publisher"]):
         except RoseMuxError:
             return anchored or Anchored(0)
 
+    def _taken_over(self, undo: ExitStack) -> VersionWriter:
+        """The writer of the store, which `undo` closes; raises ConfigError if another system or
+        publisher writes it."""
+        found = self._store.reader()
+        if found.writer is not None:
+            raise ConfigError(f"{found} is written by {found.writer}: publish elsewhere")
+        writer = self._store.writer()
+        undo.callback(writer.close)
+        return VersionWriter(writer, self._versions, self._adapter)
+
     def _opened_copy(self, copy_dir: Path | None, rank: int) -> LastPublished:
         """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
@@ -356,6 +346,18 @@ class Publisher(AbstractContextManager["Publisher"]):
         return copy
 
 
+def _check_records(adapter: object, versions: object, work: object, exchange: object) -> None:
+    if not isinstance(adapter, Adapter | None):
+        raise ConfigError(f"adapter {adapter!r}: use Adapter(base, config)")
+    for name, given, kind in (
+        ("versions", versions, VersionSettings),
+        ("work", work, WorkSettings),
+        ("exchange", exchange, ExchangeSettings),
+    ):
+        if not isinstance(given, kind):
+            raise ConfigError(f"{name}: use Publisher.{name.capitalize()}(...), not {given!r}")
+
+
 def _announcer(
     store: Path | str | WritableStore, gateways: AnnounceSettings, clock: Clock
 ) -> "Announcer":
@@ -370,10 +372,11 @@ def _announcer(
 
 
 def _ranks_dir(store: WritableStore, ranks: int, exchange: ExchangeSettings) -> Path | None:
+    """The directory in which several ranks agree; None for a single one."""
     where = store.ranks_dir if exchange.ranks_dir is None else local_path(exchange.ranks_dir)
     if ranks > 1 and where is None:
         raise ConfigError(
             "ranks agree through files, which an object store has not: give `ranks_dir` of "
             "`ExchangeSettings`, a directory that every rank reaches"
         )
-    return where
+    return where if ranks > 1 else None

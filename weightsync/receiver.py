@@ -10,7 +10,7 @@ a full checkpoint has been applied: `settle` does that by itself.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,16 +26,14 @@ from weightsync.reading.memory_budget import MIN_STAGING_BYTES, STAGING_BYTES, M
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
-from weightsync.receive.plan import PullPlan, Step, likely_refs, plans
+from weightsync.receive.known_steps import KnownSteps
+from weightsync.receive.plan import PullPlan, Step, plans
 from weightsync.receive.staged import Applied, Staged, write_state
 from weightsync.receive.staging import Staging
 from weightsync.receive.target import ApplyTarget
 from weightsync.receive.written_runs import BROKEN, WrittenRuns
 from weightsync.transport.source import StoreSource
 
-MAX_REMEMBERED_STEPS = 256
-_COMPOSED_FROM = 4
-"""Versions from which on a server is asked to compose them: as many as the shortest skip delta."""
 _FRESH_S = 10.0
 """Time after a version for which a server is not asked whether another run has replaced it."""
 
@@ -103,8 +101,7 @@ class Receiver:
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
         self._work_pool = work_pool or self._pool
-        self._present: frozenset[VersionRef] = frozenset()
-        self._steps: dict[VersionRef, Step] = {}
+        self._steps = KnownSteps(self._store, self._pool)
         self._selection = selection
         self._copies = will_select or selection is not None
         self._copy: _Copy | None = None
@@ -112,7 +109,7 @@ class Receiver:
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
-        self._runs = WrittenRuns(self._store, self.step, lambda: self._present)
+        self._runs = WrittenRuns(self._store, self._steps)
         self._wrote_s = -_FRESH_S
         self._is_closed = False
         self.reapplied = 0
@@ -164,7 +161,7 @@ class Receiver:
     def was_replaced(self, held: WeightVersion, newest: WeightVersion) -> bool:
         """Whether the store's newest version, not above the held one, may be of another run than
         it. A version of another trainer that this receiver did not write always may."""
-        self._steps.pop(VersionRef(Kind.WEIGHT, newest), None)
+        self._steps.forget(newest)
         return self._runs.was_replaced(held, newest, is_partial=self.is_partial)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
@@ -183,72 +180,39 @@ class Receiver:
             raise ConfigError(f"version {given!r}: give a number; a store has none at first")
         if self.is_partial and (self._written is None or self._written.version != current):
             current = None
-        latest, self._present = self._store.newest(target)
-        is_behind = current is not None and target - current >= _COMPOSED_FROM
-        if is_behind and self._store.source.composes:
-            self._present |= {VersionRef(Kind.SKIP, target, current)}
-        self._look_ahead(current, target)
+        latest = self._steps.listed(current, target)
+        copy = self._copy.step if self._copy else None
+        self._steps.look_ahead(current or (copy.ref.version if copy else None), target)
         if current == target:
-            self._steps.pop(VersionRef(Kind.WEIGHT, target), None)
+            self._steps.forget(target)
         is_partial, was_replaced = self.is_partial, self._runs.was_replaced
         if current is not None and was_replaced(current, target, is_partial=is_partial):
             # The trainer restarted, or the run that wrote the held version is unknown here.
-            self._steps.clear()
+            self._steps.forget()
             current = None
-        copy = self._copy and self._copy.step
         if copy and (
             copy.ref.version > target
             or was_replaced(copy.ref.version, target, copy.manifest.stamp, is_partial=is_partial)
         ):
-            self._steps.clear()
-            self._copy = None
+            self._steps.forget()
+            self._copy = copy = None
         # Again, for the indexes of a restarted run; all others are remembered.
-        self._look_ahead(current, target)
+        self._steps.look_ahead(current or (copy.ref.version if copy else None), target)
         for plan in plans(
-            self.step,
+            self._step,
             current=current,
             target=target,
             latest=latest,
             layout_is_known=layout_is_known,
-            skips=[ref for ref in self._present if ref.kind is Kind.SKIP],
+            skips=[ref for ref in self._steps.present if ref.kind is Kind.SKIP],
         ):
             check_base(plan.manifest, self.base)
             yield plan
 
-    def step(self, ref: VersionRef) -> Step | None:
-        """Manifest and size, cached, of a directory that existed when the plan began, else None."""
+    def _step(self, ref: VersionRef) -> Step | None:
         if self._copy is not None and ref == self._copy.step.ref:
             return self._copy.step
-        if ref not in self._present:
-            return None
-        if ref not in self._steps:
-            if len(self._steps) >= MAX_REMEMBERED_STEPS:
-                self._steps.clear()
-            try:
-                manifest = self._store.manifest(ref)
-            except Stale:
-                if ref.kind is Kind.WEIGHT:
-                    raise
-                # An object store also lists directories that are still being written; a server
-                # that has not composed a delta in time would be waited for each time.
-                self._present -= {ref}
-                return None
-            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
-        return self._steps[ref]
-
-    def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
-        """Read a long chain's indexes in parallel: over a network each is a few round trips."""
-        anchors = [ref.version for ref in self._present if ref.kind is Kind.ANCHOR]
-        anchors += [self._copy.step.ref.version] if self._copy else []
-        start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
-        chain = likely_refs(self._present, since=start, target=target)
-        if self._store.is_remote and 1 < len(chain) < MAX_REMEMBERED_STEPS:
-            list(self._pool.map(self._look_at, chain))
-
-    def _look_at(self, ref: VersionRef) -> None:
-        # Faults are reported where the plan reaches this directory.
-        with suppress(RoseMuxError):
-            self.step(ref)
+        return self._steps.step(ref)
 
     def parts(self, plan: PullPlan, held: Layout | None = None) -> HeldParts:
         """The holder's part of the checkpoint that a plan leads to; `held` as in `prepare`."""
@@ -398,7 +362,7 @@ class Receiver:
     def forget(self) -> None:
         """Drop all cached reads, which a holder found wrong by other means: they may be repaired
         under the same names."""
-        self._steps.clear()
+        self._steps.forget()
         self._parts = None
 
     def doubt(self, plan: PullPlan) -> None:

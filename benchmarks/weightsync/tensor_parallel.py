@@ -34,7 +34,8 @@ from weightsync.layout import box_delta, box_sums
 from weightsync.publisher import Publisher
 from weightsync.receive.rank_sums import SumJudge, without_boxes
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]

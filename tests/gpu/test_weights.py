@@ -18,8 +18,9 @@ from weightsync.encoding.delta import Delta, checked_apply  # noqa: E402
 from weightsync.publisher import Published  # noqa: E402
 from weightsync.transport.location import StoreRoot  # noqa: E402
 from weightsync.vllm.device_delta import apply_on_device  # noqa: E402
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion  # noqa: E402
+from weightsync.vllm.engine_weights import EngineWeights  # noqa: E402
 from weightsync.vllm.loader_map import traced  # noqa: E402
+from weightsync.vllm.prepared_version import RequestedVersion  # noqa: E402
 from weightsync.vllm.stager import StageState  # noqa: E402
 
 INTEGERS = {"U8": np.uint8, "F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.uint16,

@@ -94,7 +94,8 @@ def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
     """Differences of a rank that follows a store from one that loaded, version by version."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
-    from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+    from weightsync.vllm.engine_weights import EngineWeights
+    from weightsync.vllm.prepared_version import RequestedVersion
     from weightsync.vllm.rank_parts import is_partial
 
     root = StoreRoot(os.environ["ROSEMUX_WEIGHT_ROOT"])
@@ -115,7 +116,8 @@ def _refusal(config: Any, store: str, state: State) -> str:
     """A rank's refusal of a store of another model."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
-    from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+    from weightsync.vllm.engine_weights import EngineWeights
+    from weightsync.vllm.prepared_version import RequestedVersion
 
     root = StoreRoot(os.environ["ROSEMUX_WEIGHT_ROOT"])
     weights = EngineWeights(

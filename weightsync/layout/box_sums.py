@@ -33,10 +33,3 @@ def run_dims(box: SliceRecord) -> Dims:
 
 def added_up(sums: Iterable[int]) -> int:
     return sum(sums) % MODULUS
-
-
-def warm_up() -> None:
-    """Compile or load the loops, so that no version waits for them."""
-    box = SliceRecord("", (2, 4), (0, 1), (2, 2))
-    for bits in (np.zeros(4, np.uint8), np.zeros(4, np.uint16)):
-        changed_box_sum(box_sum(bits, box), bits, bits, box)

@@ -131,7 +131,6 @@ class _MappedContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slices: dict[str, SliceRecord]
     ties: dict[str, str]
     skipped: list[str]
-    sums: dict[str, int] = {}
 
 
 class LastPublished:
@@ -153,7 +152,8 @@ class LastPublished:
         self.skipped: set[str] = set()
         """Entries that another rank publishes."""
         self.sums: dict[str, int] = {}
-        """Sum of every entry (box_sums.py), by the name that its bits are held under."""
+        """Sum of every entry (box_sums.py), by the name that its bits are held under; empty until
+        `sum_up`."""
         self._bits: dict[str, Bits] = {}
         self._specs: dict[str, TensorSpec] = {}
 
@@ -215,18 +215,21 @@ class LastPublished:
         return self.contents.slices.get(entry) or whole_box(entry, self._specs[entry])
 
     def sum_up(self, pool: Executor) -> None:
-        """Find the sums that are not known."""
-        unknown = sorted(self._bits.keys() - self.sums.keys())
+        """Find all sums from the bits. One that was counted wrong since would have every engine of
+        several ranks refuse the trainer's versions."""
+        entries = sorted(self.contents.layout.keys() - self.ties.keys())
         found = each(
             pool,
             lambda entry: box_sum(self._bits[entry], self.box(entry)),
-            unknown,
+            entries,
             lambda entry: self._specs[entry].size_bytes,
         )
-        self.sums |= dict(zip(unknown, found, strict=True))
+        counted, self.sums = self.sums, dict(zip(entries, found, strict=True))
+        if wrong := [entry for entry in counted if counted[entry] != self.sums.get(entry)]:
+            _LOG.warning("%s and %d more had wrong sums until now", wrong[0], len(wrong) - 1)
 
     def sum_of(self, entry: str) -> int:
-        """The sum of an entry, or of what it is tied to; all of a copy's are known."""
+        """The sum of an entry, or of what it is tied to; see `sum_up`."""
         return self.sums[self.ties.get(entry, entry)]
 
     def skip(self, entries: Iterable[str]) -> None:
@@ -234,7 +237,6 @@ class LastPublished:
         self.skipped |= set(entries)
         for entry in self.skipped:
             self._bits.pop(entry, None)
-            self.sums.pop(entry, None)
         known = self.contents
         self._know(
             {entry: record for entry, record in known.slices.items() if entry not in self.skipped},
@@ -296,7 +298,6 @@ class LastPublished:
             slices=self.contents.slices,
             ties=self.ties,
             skipped=sorted(self.skipped),
-            sums=self.sums,
         )
 
     def adopt(self, latest: int, state_hash: str, pool: Executor) -> None:
@@ -321,7 +322,7 @@ class LastPublished:
             for entry, dtype, shape in record.lie
         }
         self._bits = file.mapped(self._specs)
-        self.ties, self.skipped, self.sums = record.ties, set(record.skipped), record.sums
+        self.ties, self.skipped = record.ties, set(record.skipped)
         self._know(record.slices, record.digests)
 
     def is_true(self, pool: Executor) -> bool:

@@ -155,8 +155,8 @@ class RankShare:
         )
         digests: dict[str, str] = {}
         self._new_sums = {}
-        if self._has_sums:
-            # Nothing to do but after a copy was taken over that knows none.
+        if self._has_sums and not self._copy.sums:
+            # A copy that was taken over: its record has none.
             self._copy.sum_up(self._pool)
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
         pieces, own = self._expected_pieces(state, expected), not state.is_lasting

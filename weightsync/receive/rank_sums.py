@@ -21,8 +21,6 @@ from weightsync.layout.slices import SliceRecord, Slicing, tiles
 Words: TypeAlias = npt.NDArray[np.uint64]
 Indices: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
-Box: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Tensor, its shape, offsets and lengths."""
 _MAX_KNOWN = 256
 """Lists of boxes that a judge remembers: each rank has one, and another after its loader ran."""
 
@@ -32,7 +30,7 @@ class RankSums:
     """One rank's words on a version that it has prepared."""
 
     boxes_id: str = ""
-    boxes: tuple[Box, ...] | None = ()
+    boxes: tuple[SliceRecord, ...] | None = ()
     """The boxes that are a part of a tensor, or one of several places of it; None where the
     judge knows them by their id."""
     sums: Words = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -73,10 +71,8 @@ def rank_sums(
 ) -> RankSums:
     """`boxes`: held in part, by the holder's names; `sums`: by these names; `published`: by tensor,
     as far as it is known."""
-    names = sorted(name for name in boxes)
-    found = tuple(
-        (box.tensor, box.shape, box.offsets, box.lengths) for box in map(boxes.__getitem__, names)
-    )
+    names = sorted(boxes)
+    found = tuple(boxes[name] for name in names)
     seen = [name in sums and boxes[name].tensor in published for name in names]
     return RankSums(
         boxes_id=str(xxhash.xxh3_128_hexdigest(repr(found).encode())),
@@ -121,7 +117,7 @@ class SumJudge:
     """Remembers which boxes the ranks have; carries no message."""
 
     def __init__(self) -> None:
-        self._boxes: dict[str, tuple[Box, ...]] = {}
+        self._boxes: dict[str, tuple[SliceRecord, ...]] = {}
         self._plan: tuple[tuple[str, ...], _Plan] | None = None
 
     @property
@@ -177,21 +173,18 @@ def _marked(plan: _Plan, boxes: Flags) -> Flags:
     return marked
 
 
-def _plan(boxes: Sequence[Box]) -> _Plan:
-    tensors = tuple(sorted({box[0] for box in boxes}))
+def _plan(boxes: Sequence[SliceRecord]) -> _Plan:
+    tensors = tuple(sorted({box.tensor for box in boxes}))
     number = {name: index for index, name in enumerate(tensors)}
-    first: dict[Box, int] = {}
+    first: dict[SliceRecord, int] = {}
     same_as = np.array([first.setdefault(box, i) for i, box in enumerate(boxes)], np.int64)
-    is_whole = np.array([box[1] == box[3] for box in boxes], np.bool_)
-    parts: dict[str, list[Box]] = {name: [] for name in tensors}
+    is_whole = np.array([box.is_whole for box in boxes], np.bool_)
+    parts: dict[str, list[SliceRecord]] = {name: [] for name in tensors}
     for box in first:
-        if box[1] != box[3]:
-            parts[box[0]].append(box)
-    is_divided = np.array(
-        [bool(found) and tiles([SliceRecord(*box) for box in found]) for found in parts.values()],
-        np.bool_,
-    )
-    of = np.array([number[box[0]] for box in boxes], np.int64)
+        if not box.is_whole:
+            parts[box.tensor].append(box)
+    is_divided = np.array([bool(found) and tiles(found) for found in parts.values()], np.bool_)
+    of = np.array([number[box.tensor] for box in boxes], np.int64)
     is_first = same_as == np.arange(len(boxes))
     counted = is_first & ~is_whole & (is_divided[of] if boxes else is_first)
     return _Plan(tensors, of, counted, same_as, is_whole, is_divided)

@@ -3,7 +3,6 @@
 RoseMux's versions have a hash of the whole state; another trainer's have only a stamp.
 """
 
-from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from harvester.contracts.errors import Corrupt, Stale, Unsupported
@@ -11,19 +10,18 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.layout.manifest import Manifest
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.reading.store import Store
-from weightsync.receive.plan import PullPlan, StepOf
+from weightsync.receive.known_steps import KnownSteps
+from weightsync.receive.plan import PullPlan
 
 BROKEN = (Corrupt, Unsupported, Stale)
 """Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
 
 
 class WrittenRuns:
-    """Belongs to the receiver that writes. `step_of` reads the directories in `present`."""
+    """Belongs to the receiver that writes."""
 
-    def __init__(
-        self, store: Store, step_of: StepOf, present: Callable[[], Collection[VersionRef]]
-    ) -> None:
-        self._store, self._step_of, self._present = store, step_of, present
+    def __init__(self, store: Store, steps: KnownSteps) -> None:
+        self._store, self._steps = store, steps
         self._last: tuple[WeightVersion | None, str | None] = None, None
         """The version that was written last or is held, and its state hash as its store gave it."""
         self._stamps: dict[WeightVersion, str] = {}
@@ -62,9 +60,9 @@ class WrittenRuns:
         known = self._stamps.get(version) if known is None else known
         with suppress(*BROKEN):
             # A relay may have only the anchor, or a skip delta, of the target in an outage.
-            here = (ref for ref in self._present() if ref.version == target)
+            here = (ref for ref in self._steps.present if ref.version == target)
             ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
-            step = self._step_of(ref)
+            step = self._steps.step(ref)
             manifest = step.manifest if step else self._store.manifest(ref)
             if manifest.section is not None:
                 if is_partial:
@@ -83,7 +81,7 @@ class WrittenRuns:
 
     def _is_in_store(self, version: WeightVersion) -> bool:
         """Whether the store is seen to have the state that was written last under this number."""
-        here = (ref for ref in self._present() if ref.version == version)
+        here = (ref for ref in self._steps.present if ref.version == version)
         with suppress(*BROKEN):
             for ref in sorted(here, key=lambda ref: ref.kind is not Kind.WEIGHT):
                 return self._store.manifest(ref).state_hash == self._last[1]

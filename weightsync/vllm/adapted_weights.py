@@ -13,15 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, RoseMuxError, Stale
+from harvester.contracts.errors import ConfigError, Stale
 from harvester.contracts.ids import checked_name
 from weightsync.layout.adapter import base_of
 from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.receive.rank_sums import RankSums, SumVerdict
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
-from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights
 from weightsync.vllm.paced_pool import Pace
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
 _RESTART = "or restart the engine to serve another base"
@@ -115,11 +116,8 @@ class AdaptedWeights:
 
     def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
         """See EngineWeights: of the base that the update brings. Ranks have whole adapters."""
-        try:
-            manifest = self._stores.manifest(*request.key)
-            record = manifest.adapter if manifest is not None else None
-        except (RoseMuxError, OSError) as error:
-            return RankSums(fault=f"{type(error).__name__}: {error}")
+        manifest = self._stores.manifest(*request.key)
+        record = manifest.adapter if manifest is not None else None
         self._moves_base = record is None or not self._is_on(record)
         if not self._moves_base:
             return RankSums()

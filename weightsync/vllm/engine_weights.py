@@ -1,89 +1,53 @@
-"""The weights of one running model: the loaded version, preparations, and updates.
+"""The weights of one running model: the loaded version, and updates.
 
-    stage   in the background, while the engine runs: pulled, decoded, tried on copies
+    stage   in the background, while the engine runs: prepared (prepared_version.py)
     load    between two steps: written in place, packed forms swapped, the result hashed
 
 Between the two, ranks of one engine are compared with what the trainer published, by their `sums`
 (rank_sums.py); `judge` takes the verdict.
 
-Decides whether a preparation and a loader map are still valid; the receiver decides what is read
-and whether a state is the published one. Independent of vLLM's wire format.
+Decides whether what was prepared and the loader map are still valid; the receiver decides whether
+a state is the published one. Independent of vLLM's wire format.
 """
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
-from harvester.contracts.ids import WeightVersion
-from weightsync.elements.bits import Layout, difference
+from weightsync.elements.bits import Layout
 from weightsync.reading.memory_budget import STAGING_BYTES
-from weightsync.receive.rank_sums import RankSums, SumVerdict, published_sums, rank_sums
-from weightsync.receive.staged import Applied, Staged, tried_foreign
+from weightsync.receive.rank_sums import RankSums, SumVerdict
+from weightsync.receive.staged import Applied, Staged
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
-from weightsync.vllm.in_place import Trial, applied_in_place, is_provable, tried_on_copies
+from weightsync.vllm.in_place import Trial, applied_in_place, is_provable
 from weightsync.vllm.judged_version import JudgedVersion
 from weightsync.vllm.layers import check_layers, check_sinks, derived_layers, refresh_sinks
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
+from weightsync.vllm.prepared_version import (
+    THREADS,
+    PreparedVersion,
+    RequestedVersion,
+    Target,
+    UpdateBase,
+    VersionPreparer,
+)
 from weightsync.vllm.rank_map import RankMap, traced_rank
 from weightsync.vllm.shadow_target import ShadowTarget
 from weightsync.vllm.stager import Stager, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
-THREADS = 2
 KEEPING_LEVEL = 1
 """vLLM's highest level of sleep that keeps the weights."""
-Target: TypeAlias = LoaderMap | ShadowTarget
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedVersion:
-    """One version of one store."""
-
-    store: str
-    version: WeightVersion
-    state_hash: str | None = None
-    """The state hash that the caller expects; None accepts the published one."""
-    adapter: str | None = None
-    """Name that requests give as their model, for a store of LoRA adapters."""
-
-    @property
-    def key(self) -> tuple[str, WeightVersion]:
-        return self.store, self.version
-
-    def check(self, published: str | None) -> None:
-        """Raises Corrupt if the version is not the state that the caller expects."""
-        if self.state_hash not in (None, published):
-            raise Corrupt(
-                f"{self.store} version {self.version} is state {published}, the caller expects "
-                f"{self.state_hash}: the version is from another store, or of another run"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """Base of an update: the version that deltas may build on, and the map used to apply it."""
-
-    target: Target | None = None
-    version: WeightVersion | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    base: _Base
-    staged: Staged
-    trial: Trial = field(default_factory=lambda: Trial({}, {}))
-    sums: RankSums = field(default_factory=RankSums)
-    mends: bool = False
-    """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 
 
 class EngineWeights:
@@ -112,16 +76,20 @@ class EngineWeights:
         self._is_dummy = is_dummy
         self._model = model
         self._dtype = getattr(model_config, "dtype", None)
-        self._root = root
-        self._packed_ahead_bytes = packed_ahead_bytes
-        self._staging_bytes = staging_bytes
         self._derived = DerivedLayers(derived_layers(model), model_config)
         self._packed = cpu_linear.packed_layers(model)
-        self._receivers: dict[str, Receiver] = {}
-        self._stager: Stager[_Prepared] = Stager()
+        self._stager: Stager[PreparedVersion] = Stager()
         self._pool = PacedPool(THREADS, settle=settle)
-        self._receive_pool = PacedPool(THREADS, settle=settle)
-        self._base = _Base()
+        self._preparer = VersionPreparer(
+            root,
+            self._packed,
+            self._pool,
+            packed_ahead_bytes=packed_ahead_bytes,
+            staging_bytes=staging_bytes,
+            sliced=sliced,
+            settle=settle,
+        )
+        self._base = UpdateBase()
         self._forms: Mapping[Any, PackedForm] = {}
         self._retired: list[object] = []
         self._loaded: tuple[str, Applied] | None = None
@@ -129,7 +97,7 @@ class EngineWeights:
         """Whether a failed update, or a sleep that keeps no weights, may have left others than the
         engine's first ones."""
         self._mended = 0
-        self._judged: JudgedVersion[_Prepared] = JudgedVersion()
+        self._judged: JudgedVersion[PreparedVersion] = JudgedVersion()
         self._clock = MonotonicClock()
 
     @property
@@ -165,12 +133,12 @@ class EngineWeights:
             staged = staged.narrowed(target.selection)
         self._forms = prepared.trial.forms
         self._retired.append(prepared)
-        receiver = self._receiver(request.store)
+        receiver = self._preparer.receiver(request.store)
         applied = self._settled(receiver, staged, prepared.trial, target, verdict)
         was_whole = prepared.base.target is None and staged.expected.state_hash is not None
         self._judged.loaded(staged, verdict, was_whole=was_whole)
         self._mended += prepared.mends
-        self._base = _Base(target, applied.version)
+        self._base = UpdateBase(target, applied.version)
         self._loaded, self._in_doubt = (request.store, applied), False
         return applied
 
@@ -196,24 +164,26 @@ class EngineWeights:
         raises and changes nothing."""
         self._judged.judge(verdict)
 
-    def _now(self, request: RequestedVersion, *, anew: bool = False) -> _Prepared:
+    def _now(self, request: RequestedVersion, *, anew: bool = False) -> PreparedVersion:
         """The version prepared for what is loaded now."""
         if anew:
-            receiver, base = self._receiver(request.store), self._base_for(request.store)
+            receiver = self._preparer.receiver(request.store)
+            base = self._base_for(request.store)
             key = (*request.key, anew)
-            return self._stager.take(key, lambda: self._full(receiver, base, request))
+            work = partial(self._preparer.from_full, receiver, base, request)
+            return self._stager.take(key, work)
         prepared = self._stager.take(request.key, self._preparing(request))
         if prepared.base != self._base_for(request.store):
             prepared = self._stager.take(request.key, self._preparing(request))
         return prepared
 
-    def _taken(self, request: RequestedVersion) -> tuple[_Prepared, SumVerdict | None]:
+    def _taken(self, request: RequestedVersion) -> tuple[PreparedVersion, SumVerdict | None]:
         """The preparation to load, and the verdict on it; raises if it is refused."""
         try:
             prepared, verdict = self._judged.taken(request.key)
         except Exception:
             # The files may be repaired under the same names.
-            self._receiver(request.store).forget()
+            self._preparer.receiver(request.store).forget()
             raise
         if prepared is not None and prepared.base == self._base_for(request.store):
             return prepared, verdict
@@ -221,7 +191,8 @@ class EngineWeights:
 
     def paced_by(self, pace: Pace) -> None:
         """Make every later piece of work ask `pace`."""
-        self._pool.pace = self._receive_pool.pace = pace
+        self._pool.pace = pace
+        self._preparer.paced_by(pace)
 
     def fall_asleep(self, level: int) -> None:
         """Wait for background work and drop the staged version, and with vLLM's level 2, which
@@ -243,7 +214,7 @@ class EngineWeights:
             return {"in_doubt": True} if self._in_doubt else {}
         store, applied = self._loaded
         in_place = isinstance(self._base.target, LoaderMap)
-        reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
+        reapplied = self._mended + self._preparer.reapplied
         report = {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
         if isinstance(self._base.target, RankMap):
             report["sums"] = self._judged.report()
@@ -252,87 +223,23 @@ class EngineWeights:
     def close(self) -> None:
         """Free the preparations; a later update starts over."""
         self._stager.clear()
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()
+        self._preparer.close()
 
-    def _preparing(self, request: RequestedVersion) -> Callable[[], _Prepared]:
+    def _preparing(self, request: RequestedVersion) -> Callable[[], PreparedVersion]:
         """The preparation as a callable, bound to the version loaded now."""
         check_sinks(self._model)
         base = self._base_for(request.store)
-        receiver = self._receiver(request.store)
-        return lambda: self._prepared(receiver, base, request)
+        receiver = self._preparer.receiver(request.store)
+        return lambda: self._preparer.prepared(receiver, base, request)
 
-    def _base_for(self, store: str) -> _Base:
+    def _base_for(self, store: str) -> UpdateBase:
         target = self._base.target
         aside = self._derived.storages()
         if isinstance(target, LoaderMap) and not target.is_current(self._model, aside):
-            return _Base()
+            return UpdateBase()
         if self._loaded is None or self._loaded[0] != store:
-            return _Base(target)
+            return UpdateBase(target)
         return self._base
-
-    def _prepared(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
-        target = base.target
-        receiver.select(target.selection if isinstance(target, RankMap) else None)
-        held = None if target is None or receiver.is_partial else target.layout()
-        staged = self._staged(receiver, base.version, request, target, held)
-        if target is None:
-            return _Prepared(base=base, staged=staged)
-        try:
-            return self._on_trial(base, target, staged)
-        except Corrupt as error:
-            _logger.warning("taking a full checkpoint: %s", error)
-            return self._full(receiver, base, request)
-
-    def _full(self, receiver: Receiver, base: _Base, request: RequestedVersion) -> _Prepared:
-        """The version prepared without the deltas from the loaded one, after they have failed."""
-        target = base.target
-        receiver.select(target.selection if isinstance(target, RankMap) else None)
-        staged = self._staged(receiver, None, request, target, None)
-        if target is None:
-            return _Prepared(base=base, staged=staged)
-        return replace(self._on_trial(base, target, staged), mends=True)
-
-    def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
-        """Raises Corrupt if the version does not lead to the published state, and Unsupported for
-        deltas that its target does not take."""
-        if not isinstance(target, LoaderMap):
-            return _Prepared(base=base, staged=tried_foreign(staged, target.bits, self._pool))
-        if staged.full is None:
-            target.check_deltas({step.manifest.delta_encoding for step in staged.plan.steps})
-        trial = tried_on_copies(
-            target,
-            staged,
-            self._packed,
-            cpu_linear.packed_form,
-            self._pool,
-            budget_bytes=self._packed_ahead_bytes,
-        )
-        boxes = {name: staged.parts.boxes[name] for name in staged.parts.partial}
-        published = published_sums(staged.parts.slicing, staged.sums)
-        sums = rank_sums(boxes, trial.sums, published)
-        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial, sums=sums)
-
-    def _staged(
-        self,
-        receiver: Receiver,
-        current: WeightVersion | None,
-        request: RequestedVersion,
-        target: Target | None,
-        held: Layout | None,
-    ) -> Staged:
-        """Raises ConfigError for another model's version, with nothing touched."""
-        staged = receiver.prepare(current, request.version, held=held, check=request.check)
-        if target is not None and target.layout() != staged.layout:
-            other = difference(target.layout(), staged.layout)
-            raise ConfigError(
-                f"store {request.store} holds another model than this engine's: {other}; restart "
-                "the engine to load it, if it is the same model in another dtype"
-            )
-        if isinstance(target, RankMap):
-            target.check_unplaced(staged.parts, staged.table)
-        return staged
 
     def _settled(
         self,
@@ -394,14 +301,3 @@ class EngineWeights:
         layers = [layer for layers in self._packed.values() for layer in layers]
         cpu_linear.repack(layers, self._packed, self._pool)
         refresh_sinks(self._model, self._dtype)
-
-    def _receiver(self, store: str) -> Receiver:
-        if store not in self._receivers:
-            source = self._root.store(store)
-            self._receivers[store] = Receiver(
-                source,
-                will_select=self._sliced,
-                staging_bytes=self._staging_bytes,
-                work_pool=self._receive_pool,
-            )
-        return self._receivers[store]

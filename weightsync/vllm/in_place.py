@@ -215,14 +215,13 @@ def _try_part(
     sum is asked for. `slices`: entries of tensors that are stored in slices; None if nothing is
     hashed."""
     weight: torch.Tensor | None = None
+    # Once: those on an accelerator are copied to the host.
+    held = {name: target.bits(name) for name in part.names}
     if part.layers:
         weight, copies = _weight_copy(target, part)
     else:
         # Unchanged tensors are hashed where they lie.
-        copies = {
-            name: target.bits(name).copy() if name in staged.deltas else target.bits(name)
-            for name in part.names
-        }
+        copies = {n: bits.copy() if n in staged.deltas else bits for n, bits in held.items()}
     digests: dict[str, str] = {}
     sums: dict[str, int] = {}
     published: dict[str, str] = {}
@@ -239,9 +238,8 @@ def _try_part(
         digests[name] = apply_all(staged.deltas.get(name, ()), bits, hashed=True)
         if name in summed:
             # The bits before are those with the known sum, as their digest shows.
-            known, is_same = staged.partial_sums.get(name), name not in staged.deltas
-            old = bits if known is None or is_same else target.bits(name)
-            sums[name] = changed_box_sum(known, old, bits, staged.parts.boxes[name])
+            known = staged.partial_sums.get(name)
+            sums[name] = changed_box_sum(known, held[name], bits, staged.parts.boxes[name])
         if name in slices:
             published |= digests_in(bits, slices[name])
         elif name not in partial:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from weightsync.receive.rank_sums import RankSums, SumJudge, SumVerdict
+    from weightsync.receive.rank_sums import SumJudge, SumVerdict
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
@@ -73,23 +73,15 @@ def _compare(ask: _Call, executor: Any, update_info: dict[str, Any]) -> None:
         return
     judge = getattr(executor, _JUDGE, None) or SumJudge()
     setattr(executor, _JUDGE, judge)
-    verdict = agreed(ask, judge, update_info)
-    if verdict is not None:
-        ask(JUDGE_METHOD, verdict=verdict)
+    ask(JUDGE_METHOD, verdict=agreed(ask, judge, update_info))
 
 
-def agreed(ask: _Call, judge: "SumJudge", update_info: dict[str, Any]) -> "SumVerdict | None":
+def agreed(ask: _Call, judge: "SumJudge", update_info: dict[str, Any]) -> "SumVerdict":
     """The verdict of all ranks on a version that they have prepared, at first or from a full
-    checkpoint; None where the ranks have no sums."""
-    verdict: SumVerdict | None = None
+    checkpoint."""
     for anew in (False, True):
-        words: list[RankSums | None] = ask(
-            SUMS_METHOD, update_info=update_info, anew=anew, known=judge.known
-        )
-        given = [word for word in words if word is not None]
-        if len(given) < len(words):
-            return None
-        verdict = judge.judged(given)
+        words = ask(SUMS_METHOD, update_info=update_info, anew=anew, known=judge.known)
+        verdict = judge.judged(words)
         if not verdict.wrong:
             break
         _logger.warning("%s: %s", "from a full checkpoint" if anew else "prepared", verdict.refusal)

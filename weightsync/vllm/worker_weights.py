@@ -22,7 +22,7 @@ from harvester.contracts.errors import (
 from harvester.contracts.ids import checked_name
 from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
-from weightsync.layout import box_delta, box_sums
+from weightsync.layout import box_delta
 from weightsync.reading.memory_budget import STAGING_BYTES
 from weightsync.receive.rank_sums import RankSums, SumVerdict, without_boxes
 from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
@@ -31,10 +31,11 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import KEEPING_LEVEL, EngineWeights
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.rank_agreement import JUDGE_METHOD, SUMS_METHOD
 from weightsync.vllm.rank_parts import is_partial
 from weightsync.vllm.stager import StageState, StageStatus
@@ -76,7 +77,6 @@ class WorkerWeights:
         sliced = vllm_config.parallel_config.world_size > 1 or is_partial(model)
         if sliced:
             box_delta.warm_up()
-            box_sums.warm_up()
         base = EngineWeights(
             model,
             vllm_config.model_config,
@@ -177,12 +177,9 @@ def add_worker_methods(worker_class: Any) -> None:
 
     def rosemux_sums(
         worker: Any, update_info: dict[str, Any], anew: bool, known: Sequence[str]
-    ) -> RankSums | None:
-        # Engines for older versions of vLLM give none.
-        sums = getattr(worker.weight_transfer_engine, "sums", None)
-        if sums is None:
-            return None
-        words: RankSums = sums(UpdateInfo(**update_info), anew=anew, known=known)
+    ) -> RankSums:
+        update = UpdateInfo(**update_info)
+        words: RankSums = worker.weight_transfer_engine.sums(update, anew=anew, known=known)
         return words
 
     def rosemux_judge(worker: Any, verdict: SumVerdict) -> None:

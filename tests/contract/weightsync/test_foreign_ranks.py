@@ -84,7 +84,7 @@ def test_a_follower_of_a_long_chain_reads_what_is_new(
     job: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many versions lie before the held one, more than are remembered included."""
-    monkeypatch.setattr("weightsync.receiver.MAX_REMEMBERED_STEPS", 3)
+    monkeypatch.setattr("weightsync.receive.known_steps.MAX_REMEMBERED_STEPS", 3)
     monkeypatch.setattr("weightsync.receive.plan.MAX_CHAIN", 7)
     with closing(Receiver(job / "job", base_checkpoint=job / "hf")) as receiver:
         current = state(0)

@@ -44,7 +44,8 @@ from tests.unit.harvester.agent.test_node import Stage
 from tests.unit.weightsync.vllm.plain_model import PlainModel
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 
 PAGE = "docs/architecture.md"
 HEADING = "## Walks through the code"

@@ -16,11 +16,13 @@ from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
 from weightsync.layout.adapter import Adapter, Base
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.rank_sums import SumVerdict
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
@@ -113,6 +115,24 @@ def test_an_adapter_brings_its_base_along(engine: Engine, states: tuple[State, .
     assert told["state_hash"] == applied.state_hash
     assert (told["store"], told["version"], told["from_full"]) == ("lora", 1, True)
     assert (told["base_store"], told["base_version"]) == ("store", 3)
+
+
+def test_a_verdict_of_all_ranks_is_on_the_base_that_an_adapter_brings(
+    engine: Engine, states: tuple[State, ...]
+) -> None:
+    engine.base(2)
+    wanted = RequestedVersion(store="lora", version=WeightVersion(1), adapter="policy")
+    engine.weights.sums(wanted)
+    engine.weights.judge(SumVerdict(wrong=("layer.weight",)))
+    with pytest.raises(Corrupt, match="in this engine's ranks would not be the published state"):
+        engine.weights.load(wanted)
+    assert engine.model.holds(states[1])
+    assert not engine.slots.held
+    engine.weights.sums(wanted)
+    engine.weights.judge(SumVerdict())
+    engine.weights.load(wanted)
+    assert engine.model.holds(states[2])
+    assert engine.slots.holds("policy", lora(1))
 
 
 def test_the_next_version_takes_the_place_of_the_one_before(engine: Engine) -> None:

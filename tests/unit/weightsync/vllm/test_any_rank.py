@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from weightsync.elements.bits import UNSIGNED_NUMPY, TensorSpec, tensor_from_bits, torch_dtypes
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 
 State = dict[str, torch.Tensor]
 Copies = Iterator[tuple[torch.Tensor, torch.Tensor]]

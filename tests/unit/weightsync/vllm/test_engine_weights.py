@@ -14,7 +14,8 @@ from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]

@@ -17,9 +17,10 @@ from weightsync.elements.bits import spec_of
 from weightsync.receiver import Receiver
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
 from weightsync.vllm.in_place import tried_on_copies
 from weightsync.vllm.loader_map import traced
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.stager import StageState, StageStatus
 
 State = dict[str, torch.Tensor]

@@ -15,7 +15,8 @@ from weightsync.publish.trainer_state import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
 from weightsync.vllm.rank_map import RankMap, traced_rank
 from weightsync.vllm.stager import StageState
 
