@@ -30,7 +30,7 @@ from benchmarks.weightsync.states import LARGE, Shape
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import warm_up
-from weightsync.layout import box_delta, box_sums
+from weightsync.layout import box_delta
 from weightsync.publisher import Publisher
 from weightsync.receive.rank_sums import SumJudge, without_boxes
 from weightsync.transport.location import StoreRoot
@@ -172,7 +172,6 @@ class RankFollower:
     def __init__(self, shape: Shape, rank: int, ranks: int, root: Path) -> None:
         warm_up()
         box_delta.warm_up()
-        box_sums.warm_up()
         self.model = RankModel(shape, rank, ranks)
         self._held_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self._weights = EngineWeights(
