@@ -49,7 +49,7 @@ from tests.integration.engine_slot import (
     wait_for,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WANTED_TOKENS = 10_000
 WITHIN_S = 90.0
