@@ -240,6 +240,19 @@ def test_changes_of_state_are_a_chain_with_reasons(stage: Stage) -> None:
     assert moves[-1].job == "j"
 
 
+def test_the_beat_between_off_and_open_is_recorded_as_what_it_is(stage: Stage) -> None:
+    stage.harvest()
+    stage.beats()
+    stage.switch.write_text("hold")
+    stage.beats()
+    stage.switch.unlink()
+    stage.beats(2)
+    between, opened = stage.of("slot_state")[-2:]
+    assert (between.from_state, between.to_state) == ("off", "closed")
+    assert between.reason == "clear: closed for one beat before it may open"
+    assert (opened.to_state, opened.reason) == ("open", "clear")
+
+
 def test_a_withheld_slice_is_no_change_of_state(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.harvest()
