@@ -120,7 +120,7 @@ class NodeAgent:
             self.audit.note(
                 AuditKind.KILL_SWITCH,
                 who=AGENT if fault else kill_switch_setter(self._kill_file),
-                reason=fault,
+                reason=fault or self._last_read.unclear,
                 from_state=self._switched,
                 to_state=switch,
             )
@@ -303,6 +303,11 @@ class NodeAgent:
 
     def alive(self) -> bool:
         return self.late_s() < _LATE_BEATS * self.beat_s
+
+    @property
+    def kill_file_fault(self) -> str:
+        """Why the kill file drains although it does not say so; "" where it does, or is absent."""
+        return self._last_read.fault or self._last_read.unclear
 
     def silent_slots(self) -> list[tuple[str, str]]:
         # A probe's answer needs no token: it has no paths.

@@ -69,6 +69,8 @@ def _withheld(offer: SlotOffer) -> Iterator[str]:
 
 def agent_faults(offers: SlotOffers) -> Iterator[str]:
     """Faults of the agent as a whole: what is not in force, and what is not recorded."""
+    if offers.kill_file_fault:
+        yield f"The kill file drains the node, as its order is not clear: {offers.kill_file_fault}"
     for name, reason in offers.unopened.items():
         yield f"Slot {name} is not open: {reason}"
     if offers.config_refused:

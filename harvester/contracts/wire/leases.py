@@ -138,6 +138,8 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     is absent; 0 without one."""
     audit_fault: str = ""
     """Why audit events cannot be written; decisions go on."""
+    kill_file_fault: str = ""
+    """Why the kill file drains the node although it does not say so."""
 
 
 class LeaseRequest(

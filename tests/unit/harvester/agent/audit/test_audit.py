@@ -228,6 +228,18 @@ def test_the_kill_switch_is_recorded_with_its_user(stage: Stage) -> None:
     assert on.who.startswith("user ")
 
 
+def test_a_kill_file_with_an_unknown_word_is_recorded_with_it(stage: Stage) -> None:
+    stage.switch.write_text("halt")
+    stage.beats()
+    (drained,) = stage.of("kill_switch")
+    assert (drained.to_state, drained.reason) == ("drain", stage.node.kill_file_fault)
+    assert drained.reason == f"{stage.switch} has 'halt': known are hold, drain"
+    assert drained.who.endswith("by the kill file")
+    stage.switch.write_text("drain")
+    stage.beats()
+    assert stage.node.kill_file_fault == ""
+
+
 def test_changes_of_state_are_a_chain_with_reasons(stage: Stage) -> None:
     stage.harvest()
     stage.beats()
