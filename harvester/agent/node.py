@@ -226,7 +226,8 @@ class NodeAgent:
         flood of calls, which would fill the journal with beats. `who` is the caller, for the audit.
         Raises as `StopRegistry.order`, and Exhausted."""
         now = self.clock.now()
-        leases = filter(None, (slot.live_lease for slot in self.slots))
+        leases = [lease for slot in self.slots if (lease := slot.live_lease) is not None]
+        tenants = {*self.slots.config.tenants, *(lease.tenant for lease in leases)}
         reached = tuple(
             f"{lease.slot} ({lease.tenant}/{lease.job})"
             for lease in leases
@@ -238,7 +239,8 @@ class NodeAgent:
         self._stop_audit.observe(self.stops.refresh(now=now), caller=caller, now=now)
         if self._early_beats.admits(now=now):
             self.beat()
-        return msgspec.structs.replace(reply, reached=reached)
+        left, known = self.stops.stops, tuple(sorted(tenants))
+        return msgspec.structs.replace(reply, reached=reached, tenants=known, left=left)
 
     def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others.

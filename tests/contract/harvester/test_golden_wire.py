@@ -160,7 +160,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"in_force":{"order":"drain","source":"cluster","slot":"","tenant":"t","by":"",'
             b'"reason":"","at":"2026","number":2},"recorded":true,'
-            b'"lifted":true,"reached":null}'
+            b'"lifted":true,"reached":null,"tenants":null,"left":null}'
         ),
     ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),
