@@ -85,6 +85,8 @@ class NodeAgent:
         self.refused: dict[str, str] = {}
         """Why a reload was refused, by its origin, until one is taken over."""
         self.slots_file_age_s = 0.0
+        self.slots_file_absent = ""
+        """Path of the configured slots file that has not been there yet."""
         self._audit_missing = 0
         self._early_beats = EventLimit(per_s=1.0)
         """Limit on the beats that orders to stop bring forward."""

@@ -38,6 +38,8 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     """Whatever is too long for a row, and must not be cut."""
     if not offers.slots:
         yield f"Node {offers.node} has no open slot"
+    if offers.slots_file_absent:
+        yield f"No slots file at {offers.slots_file_absent} yet: its slots open once it is there"
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} can lend {offer.lending.summary}"

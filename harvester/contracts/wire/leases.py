@@ -140,6 +140,8 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     """Why audit events cannot be written; decisions go on."""
     kill_file_fault: str = ""
     """Why the kill file drains the node although it does not say so."""
+    slots_file_absent: str = ""
+    """Path of the configured slots file where it is not there yet."""
 
 
 class LeaseRequest(

@@ -88,8 +88,12 @@ def test_a_wide_terminal_and_a_pipe_cut_nothing() -> None:
 
 
 def test_a_node_without_slots_is_a_sentence() -> None:
-    assert list(agent_sentences(SlotOffers(node=NodeId("node-a"), slots=()))) == [
-        "Node node-a has no open slot"
+    empty = SlotOffers(node=NodeId("node-a"), slots=())
+    assert list(agent_sentences(empty)) == ["Node node-a has no open slot"]
+    awaiting = msgspec.structs.replace(empty, slots_file_absent="/run/rosemux/slots.yaml")
+    assert list(agent_sentences(awaiting)) == [
+        "Node node-a has no open slot",
+        "No slots file at /run/rosemux/slots.yaml yet: its slots open once it is there",
     ]
 
 

@@ -131,7 +131,9 @@ def test_the_check_reads_the_slots_file_too(
     path.write_text(f"slots_file: {slots}\n")
     arguments = ["agent", "--config", str(path), "--check-config"]
     assert exit_code(arguments) == 0
-    assert "slots none yet" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "slots none yet" in shown
+    assert f"note: no slots file at {slots} yet" in shown
     slots.write_text("slots: [{name: found}]\n")
     assert exit_code(arguments) == 0
     assert "slots found" in capsys.readouterr().out
