@@ -116,12 +116,12 @@ def test_the_check_says_which_variable_overrides_the_file_and_what_is_odd(
     monkeypatch.setenv("ROSEMUX_AGENT_JOURNAL_MAX_BYTES", "67108864")
     path = tmp_path / "agent.yaml"
     path.write_text(
-        "journal_max_bytes: 536870912\nslots: [{name: slot0, policy: {ttft_slo_s: 500}}]\n"
+        "journal_max_bytes: 536870912\nslots: [{name: slot0, policy: {ttft_slo_s: 250}}]\n"
     )
     assert exit_code(["agent", "--config", str(path), "--check-config"]) == 0
     shown = capsys.readouterr().out
     assert "ROSEMUX_AGENT_JOURNAL_MAX_BYTES gives 67108864 over 536870912" in shown
-    assert "were 500 ms meant" in shown
+    assert "were 250 ms meant" in shown
 
 
 def test_the_check_reads_the_slots_file_too(
