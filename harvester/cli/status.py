@@ -102,9 +102,9 @@ def status(
         console.print(*map(printable, report.summary()), sep="\n")
         for table in report.tables():
             console.print("", table, sep="\n")
-        if found := [*report.faults()]:
-            console.print("", *map(printable, found), sep="\n")
-        faults += found
+        faults += (found := [*report.faults()])
+        if sentences := [*report.reasons(), *found]:
+            console.print("", *map(printable, sentences), sep="\n")
     if check and faults:
         raise typer.Exit(1)
 
