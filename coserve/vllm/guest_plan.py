@@ -38,6 +38,8 @@ class GuestSettings:
     """Requests and consents of the operator."""
 
     kv_cache_bytes: int
+    memory_bytes: int = 0
+    """Memory that a guest on a CPU can ever have here; 0: unknown."""
     gpus: tuple[Gpu, ...] = ()
     """GPUs of the slot; empty is a guest on a CPU."""
     isolation: IsolationBackend | None = None
@@ -153,6 +155,12 @@ def _held(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) 
                 raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
             if settings.kv_cache_bytes < _GIB:
                 raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
+            if 0 < settings.memory_bytes < settings.kv_cache_bytes:
+                have = f"{settings.memory_bytes / _GIB:.2f} GiB"
+                raise ConfigError(
+                    f"kv_cache_bytes: {size} do not fit into the {have} of memory that this "
+                    "machine or the slot's memory_group has"
+                )
             return f"at most {size}; a budget is kept by giving pages back"
         case MemoryPlacement.SHARED:
             if not settings.gpus:

@@ -39,6 +39,11 @@ class SlotsWatch:
         self._absent_at_s: float | None = None
         self._fault = ""
 
+    @property
+    def absent(self) -> bool:
+        """Whether a configured file was not there at the last look."""
+        return self.path is not None and self._seen is None
+
     def age_s(self, *, now: float, wall_s: float) -> float:
         """Seconds since the file that was read last was written, or since it was seen absent."""
         if isinstance(self._seen, tuple):
@@ -218,6 +223,10 @@ class AgentProcess:
         age_s = self._slots_file.age_s(now=self._clock.now(), wall_s=wall_seconds())
         node.slots_file_age_s = age_s if silent else 0.0
         node.metrics.gauge("slots_file_age_seconds").set(node.slots_file_age_s)
+        absent = str(self._slots_file.path) if self._slots_file.absent and not self._found else ""
+        if absent and not node.slots_file_absent:
+            _log.warning("no slots file at %s yet: its slots open once it is there", absent)
+        node.slots_file_absent = absent
 
     def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
         if self._slots_file.failed(fault):

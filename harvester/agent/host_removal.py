@@ -31,8 +31,10 @@ _RECORD_KINDS = ("journal", "journal.1", "state")
 @dataclass(slots=True)
 class RemovalReport:
     removed: list[Path] = field(default_factory=list)
+    in_use: dict[Path, str] = field(default_factory=dict)
+    """Paths that running production needs, with the reason, and the directories around them."""
     left: dict[Path, str] = field(default_factory=dict)
-    """Paths that stay, with the reason."""
+    """Other paths that stay, with the reason."""
 
 
 def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
@@ -136,8 +138,8 @@ def _remove_pages(path: Path, done: RemovalReport) -> None:
     live = {name for name in PageDirectory(path).pulse_names() if _is_written(path / name)}
     names = {PageName.GRANT, PageName.GUEST, PageName.LEAVING, *PageDirectory(path).pulse_names()}
     for name in sorted(live):
-        done.left[path / name] = "production writes it: remove its variables and restart it"
-        done.left |= dict.fromkeys(path.glob(f".{name}.lock"), "it goes with production's page")
+        done.in_use[path / name] = "production writes it: remove its variables and restart it"
+        done.in_use |= dict.fromkeys(path.glob(f".{name}.lock"), "it goes with production's page")
     for name in sorted(names - live):
         _remove(path / name, done)
         _remove(path / f".{name}.lock", done)
@@ -213,6 +215,11 @@ def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
 
 def _remove_directory(path: Path, done: RemovalReport) -> None:
     """Removes only an empty directory: files in it may not be ours."""
-    for stray in sorted(path.iterdir()):
+    found = sorted(path.iterdir())
+    strays = [each for each in found if each not in done.in_use]
+    for stray in strays:
         done.left.setdefault(stray, "not known to be RoseMux's")
-    _remove(path, done, how=Path.rmdir)
+    if found and not strays:
+        done.in_use[path] = "it goes with what is in it"
+    else:
+        _remove(path, done, how=Path.rmdir)

@@ -91,6 +91,8 @@ class Routes:
             config_refused="; ".join(self._node.refused.values()),
             slots_file_age_s=self._node.slots_file_age_s,
             audit_fault=self._node.audit.fault,
+            slots_file_absent=self._node.slots_file_absent,
+            kill_file_fault=self._node.kill_file_fault,
         )
 
     @Route("GET /v1/stops", "Orders to stop that are in force")

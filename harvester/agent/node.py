@@ -85,6 +85,8 @@ class NodeAgent:
         self.refused: dict[str, str] = {}
         """Why a reload was refused, by its origin, until one is taken over."""
         self.slots_file_age_s = 0.0
+        self.slots_file_absent = ""
+        """Path of the configured slots file that has not been there yet."""
         self._audit_missing = 0
         self._early_beats = EventLimit(per_s=1.0)
         """Limit on the beats that orders to stop bring forward."""
@@ -120,7 +122,7 @@ class NodeAgent:
             self.audit.note(
                 AuditKind.KILL_SWITCH,
                 who=AGENT if fault else kill_switch_setter(self._kill_file),
-                reason=fault,
+                reason=fault or self._last_read.unclear,
                 from_state=self._switched,
                 to_state=switch,
             )
@@ -226,7 +228,8 @@ class NodeAgent:
         flood of calls, which would fill the journal with beats. `who` is the caller, for the audit.
         Raises as `StopRegistry.order`, and Exhausted."""
         now = self.clock.now()
-        leases = filter(None, (slot.live_lease for slot in self.slots))
+        leases = [lease for slot in self.slots if (lease := slot.live_lease) is not None]
+        tenants = {*self.slots.config.tenants, *(lease.tenant for lease in leases)}
         reached = tuple(
             f"{lease.slot} ({lease.tenant}/{lease.job})"
             for lease in leases
@@ -238,7 +241,8 @@ class NodeAgent:
         self._stop_audit.observe(self.stops.refresh(now=now), caller=caller, now=now)
         if self._early_beats.admits(now=now):
             self.beat()
-        return msgspec.structs.replace(reply, reached=reached)
+        left, known = self.stops.stops, tuple(sorted(tenants))
+        return msgspec.structs.replace(reply, reached=reached, tenants=known, left=left)
 
     def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others.
@@ -303,6 +307,11 @@ class NodeAgent:
 
     def alive(self) -> bool:
         return self.late_s() < _LATE_BEATS * self.beat_s
+
+    @property
+    def kill_file_fault(self) -> str:
+        """Why the kill file drains although it does not say so; "" where it does, or is absent."""
+        return self._last_read.fault or self._last_read.unclear
 
     def silent_slots(self) -> list[tuple[str, str]]:
         # A probe's answer needs no token: it has no paths.

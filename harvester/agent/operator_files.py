@@ -7,18 +7,22 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from harvester.contracts.clock import wall_seconds
 from harvester.contracts.page.owners import user_name
+from harvester.contracts.wire.stops import one_line
 from harvester.policy.sample import KillSwitch
 
 _log = logging.getLogger(__name__)
 
 RELEASE_BYTES_MAX = 400
 _SWITCH_BYTES = 64
+_SHOWN_BYTES = 40
+_KILL_WORDS = (KillSwitch.HOLD, KillSwitch.DRAIN)
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 T = TypeVar("T")
 
@@ -33,6 +37,8 @@ class LastRead(Generic[T]):
         self._read: tuple[tuple[int, ...], T] | None = None
         self.fault = ""
         """Why the file could not be read now, for lack of a descriptor."""
+        self.unclear = ""
+        """Why a kill file drains although it does not say so."""
 
     def keep(self, status: os.stat_result, value: T) -> T:
         self._read = _version(status), value
@@ -54,8 +60,9 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_kill_switch(path: Path, last: LastRead[KillSwitch]) -> KillSwitch:
-    """The node's kill switch; a file that stays empty, is unreadable, unknown or no file drains."""
-    last.fault = ""
+    """The node's kill switch; a file that stays empty, is unreadable, unknown or no file drains,
+    and `last.unclear` says why."""
+    last.fault, last.unclear, unclear_before = "", "", last.unclear
     try:
         path.stat()  # Without a file no descriptor is needed.
         # A pipe without a writer must not hold the beat up.
@@ -63,17 +70,35 @@ def read_kill_switch(path: Path, last: LastRead[KillSwitch]) -> KillSwitch:
         try:
             status = os.fstat(file)
             text = os.read(file, _SWITCH_BYTES).strip()
-            if text:
-                return last.keep(status, KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN)
-            return KillSwitch.HOLD if awaits_word(file) else KillSwitch.DRAIN
+            if text == b"hold":
+                return last.keep(status, KillSwitch.HOLD)
+            if not text and awaits_word(file):
+                return KillSwitch.HOLD
+            if text != b"drain":
+                last.unclear = unclear_words(path, text, _KILL_WORDS)
+            return last.keep(status, KillSwitch.DRAIN) if text else KillSwitch.DRAIN
         finally:
             os.close(file)
     except FileNotFoundError:
         # A link may lead to a file system that is away.
-        there = os.access(path, os.F_OK, follow_symlinks=False) and path.is_symlink()
-        return KillSwitch.DRAIN if there else KillSwitch.NONE
+        if os.access(path, os.F_OK, follow_symlinks=False) and path.is_symlink():
+            last.unclear = f"{path} is a link to a file that is not there"
+            return KillSwitch.DRAIN
+        return KillSwitch.NONE
     except OSError as error:
-        return last.value(path, error, otherwise=KillSwitch.DRAIN)
+        switch = last.value(path, error, otherwise=KillSwitch.DRAIN)
+        # The same file as before means the same as before.
+        last.unclear = unclear_before
+        if error.errno not in _NO_DESCRIPTOR:
+            last.unclear = f"{path} cannot be read: {error.strerror}"
+        return switch
+
+
+def unclear_words(path: Path, text: bytes, known: Iterable[str]) -> str:
+    """Why a file of this text has no known order, with the text and the words that it may have."""
+    shown = one_line(text[:_SHOWN_BYTES].decode(errors="replace"))
+    found = f"has {shown!r}" if shown else "is empty" if not text else "has no readable word"
+    return f"{path} {found}: known are {', '.join(known)}"
 
 
 def awaits_word(file: int) -> bool:

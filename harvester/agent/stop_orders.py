@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.agent.operator_files import LastRead, awaits_word
+from harvester.agent.operator_files import LastRead, awaits_word, unclear_words
 from harvester.config import AgentConfig
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.stops import (
+    KUEUE_WORDS,
     Stop,
     StopOrder,
     StopReply,
@@ -60,7 +61,8 @@ def read_stop_file(path: Path, last: LastRead[Stop | None]) -> Stop | None:
         return last.value(path, error, otherwise=_of_file(StopOrder.DRAIN, why, by="the agent"))
     order, found = order_of(word), None
     if order is None:
-        found = _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)
+        why = unclear_words(path, text.encode(), (*tuple(StopOrder), *KUEUE_WORDS))
+        found = _of_file(StopOrder.DRAIN, why, by=by, at=at)
     elif order is not StopOrder.NONE:
         found = _of_file(order, "".join(reason), by=by, at=at)
     return last.keep(status, found) if text else found

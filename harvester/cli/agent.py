@@ -33,7 +33,11 @@ def agent(
 
     loaded = load()
     if check_config:
-        loaded = with_slots(loaded, read_slots_file(loaded, loaded.config.slots_file))
+        slots_file = loaded.config.slots_file
+        found = read_slots_file(loaded, slots_file)
+        if slots_file is not None and found is None:
+            typer.echo(f"note: no slots file at {slots_file} yet: its slots open once it is there")
+        loaded = with_slots(loaded, found)
         checked = loaded.config
         checked.check_here()
         checked.check_devices()

@@ -38,6 +38,8 @@ def agent_sentences(offers: SlotOffers) -> Iterator[str]:
     """Whatever is too long for a row, and must not be cut."""
     if not offers.slots:
         yield f"Node {offers.node} has no open slot"
+    if offers.slots_file_absent:
+        yield f"No slots file at {offers.slots_file_absent} yet: its slots open once it is there"
     for offer in offers.slots:
         if offer.lending.summary:
             yield f"Slot {offer.slot} can lend {offer.lending.summary}"
@@ -69,6 +71,8 @@ def _withheld(offer: SlotOffer) -> Iterator[str]:
 
 def agent_faults(offers: SlotOffers) -> Iterator[str]:
     """Faults of the agent as a whole: what is not in force, and what is not recorded."""
+    if offers.kill_file_fault:
+        yield f"The kill file drains the node, as its order is not clear: {offers.kill_file_fault}"
     for name, reason in offers.unopened.items():
         yield f"Slot {name} is not open: {reason}"
     if offers.config_refused:

@@ -58,6 +58,15 @@ class GatewayReport(GatewayStatus, frozen=True):
             add_row(slots, slot, offer.agent, offer.state, idle)
         yield from (each for each in (engines, jobs, counts, leases, slots) if each.rows)
 
+    def reasons(self) -> Iterator[str]:
+        """Why slots take no turns: a line for each reason, as hundreds may have the same."""
+        slots: dict[str, list[str]] = {}
+        for slot, offer in self.slots.items():
+            slots.setdefault(offer.reason, []).append(slot)
+        for reason, names in slots.items():
+            if reason:
+                yield f"{'Slot' if len(names) == 1 else 'Slots'} {', '.join(names)}: {reason}"
+
     def faults(self) -> Iterator[str]:
         yield from (f"Engine {name}: {e.fault}" for name, e in self.engines.items() if e.fault)
         for name, job in self.jobs.items():

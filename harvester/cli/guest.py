@@ -23,6 +23,7 @@ from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, p
 from harvester.agent.guest_engine import GuestEngine, run_with_restarts
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.shared_memory import SharedMemory
 from harvester.cli.audit_command import printable
 from harvester.cli.guest_checks import checks, outlook, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
@@ -170,6 +171,7 @@ def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
         )
     return GuestSettings(
         kv_cache_bytes=requested.kv_cache_bytes,
+        memory_bytes=_memory_bytes(slot),
         gpus=_gpus(requested.gpus),
         isolation=requested.isolation,
         mps=share,
@@ -177,6 +179,13 @@ def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
         sleeps=requested.sleeps,
         eager=requested.eager,
     )
+
+
+def _memory_bytes(slot: SlotConfig) -> int:
+    """Memory of this machine, or less where the slot's control group has a limit."""
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit_bytes = SharedMemory(slot.memory_group).read().limit_bytes if slot.memory_group else 0
+    return min(machine_bytes, limit_bytes or machine_bytes)
 
 
 def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:

@@ -1,5 +1,6 @@
 """`rosemux status`: reads pages, asks an agent and, on request, a gateway; it changes nothing."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -62,31 +63,34 @@ def status(
     if check and agent_url is None and gateway_url is None:
         raise ConfigError("--check asks an agent or a gateway: give --agent or --gateway")
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)
-    offers, silence = None, ""
-    if agent_url is None and gateway_url is None:
+    offers, silence = None, None
+    if agent_url is not None or gateway_url is None:
+        url, option = (_LOCAL_AGENT, "agent") if agent_url is None else (agent_url, "--agent")
         try:
-            offers = call(_LOCAL_AGENT, "/v1/slots", SlotOffers, credentials, option="agent")
+            offers = call(url, "/v1/slots", SlotOffers, credentials, option=option)
         except Exhausted as error:
-            silence = str(error)
+            silence = error
     try:
         directories = _slot_directories(pages)
     except PermissionError as error:
-        if silence:
+        if silence is not None and agent_url is None:
             raise
         directories = []
         console.print(printable(f"Pages are not shown: {error.filename}: {error.strerror}"))
-    if not directories and silence:
+    if not directories and silence is not None and agent_url is None:
         raise ConfigError(
             f"no pages under {pages}, and {silence}: start `rosemux agent`, or give --pages, "
             "--agent or --gateway"
         )
     if directories:
-        console.print(_page_table(directories))
-    if silence:
+        # The agent read the guest's page at another time: one of two figures is shown.
+        lending = [offer.slot for offer in offers.slots if offer.lending.summary] if offers else ()
+        console.print(_page_table(directories, lending_elsewhere=lending))
+    if silence is not None:
+        if agent_url is not None:
+            raise silence
         unseen = f"Leases, guards and budgets are not shown: {silence}; name the agent by --agent"
         console.print(printable(f"{unseen}, and give the credentials that it asks for"))
-    if agent_url is not None:
-        offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
     if offers is not None:
         for table in agent_tables(offers):
             console.print(table, "", sep="\n")
@@ -98,9 +102,9 @@ def status(
         console.print(*map(printable, report.summary()), sep="\n")
         for table in report.tables():
             console.print("", table, sep="\n")
-        if found := [*report.faults()]:
-            console.print("", *map(printable, found), sep="\n")
-        faults += found
+        faults += (found := [*report.faults()])
+        if sentences := [*report.reasons(), *found]:
+            console.print("", *map(printable, sentences), sep="\n")
     if check and faults:
         raise typer.Exit(1)
 
@@ -111,15 +115,18 @@ def _slot_directories(pages: Path) -> list[PageDirectory]:
     return [PageDirectory(path) for path in found if is_there(path / PageName.GRANT)]
 
 
-def _page_table(directories: list[PageDirectory]) -> Table:
+def _page_table(
+    directories: list[PageDirectory], *, lending_elsewhere: Collection[str] = ()
+) -> Table:
+    """`lending_elsewhere`: slots of which another line says what they can lend."""
     table = row_table("slot", "page", "user", "age", "says", names=("says",), title="Pages")
     for directory in directories:
-        for row in _page_rows(directory):
+        for row in _page_rows(directory, lends=directory.path.name not in lending_elsewhere):
             table.add_row(*map(printable, (directory.path.name, *row)))
     return table
 
 
-def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
+def _page_rows(directory: PageDirectory, *, lends: bool) -> list[tuple[str, str, str, str]]:
     """One row per page, read as this user; the agent's log names the users it believes."""
     now_ns = monotonic_ns()
     rows = []
@@ -131,7 +138,7 @@ def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
         reading = reader.read(now_ns=now_ns)
         left = reader.read_left() if reading.fault is PageFault.EXPIRED else reading
         age = "" if left.record is None else _age((now_ns - left.stamp_ns) / 1e9)
-        says = _summary(reading)
+        says = _summary(reading, lends=lends)
         if reading.record is None:
             says += _writer(directory, name, left.record)
         rows.append((str(name), ", ".join(map(user_name, owners)), age, says))
@@ -156,17 +163,18 @@ def _writer(directory: PageDirectory, name: str, left: Grant | Guest | Pulse | N
     return f"; process {', '.join(living)} lives: it gets no core, or hangs"
 
 
-def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
+def _summary(reading: Reading[Grant | Guest | Pulse], *, lends: bool = True) -> str:
+    """`lends`: with what the guest may do by the slack law."""
     match reading.record:
         case Grant(epoch=epoch, mode=mode, reason=reason, step_tokens_cap=cap):
-            return f"{mode} ({reason}), epoch {epoch}, at most {cap} tokens per step"
+            return f"{mode} ({reason}), epoch {epoch}, step level {cap} tokens"
         case Guest() as guest:
             return (
                 f"{' '.join(filter(None, (guest.gate, guest.reason)))}, epoch {guest.epoch}, "
                 f"running {guest.running}, waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
-                f"than predicted{_held(guest)}{_lent(guest)}{_isolated(guest)}"
-                f"{_floor(guest.memory)}{_asleep(guest)}"
+                f"than predicted{_held(guest)}{_lent(guest) if lends else ''}"
+                f"{_isolated(guest)}{_floor(guest.memory)}{_asleep(guest)}"
             )
         case Pulse() as pulse:
             return (
@@ -191,7 +199,7 @@ def _held(guest: Guest) -> str:
 
 
 def _lent(guest: Guest) -> str:
-    return f"; is lent {guest.lending.summary}" if guest.lending.summary else ""
+    return f"; can be lent {guest.lending.summary}" if guest.lending.summary else ""
 
 
 def _isolated(guest: Guest) -> str:

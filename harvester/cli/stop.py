@@ -110,31 +110,40 @@ def _order(
         return
     path = "/v1/stops"
     reply = call(agent, path, StopReply, credentials, option="--agent", body=request)
-    _print_order(request, reply, "lease in force")
-    if request.order is StopOrder.NONE:
-        typer.echo("`rosemux status --agent` lists orders of other scopes, if there are any")
+    _print_order(request, reply, "lease in force", everywhere="node")
     if not reply.recorded:
         raise Exhausted("order in force, but a restart of the agent forgets it: see its log")
 
 
-def _print_order(request: StopRequest, reply: StopReply | ClusterStopReply, what: str) -> None:
-    """`what` is a thing that the order reaches."""
+def _print_order(
+    request: StopRequest, reply: StopReply | ClusterStopReply, what: str, *, everywhere: str
+) -> None:
+    """`what` is a thing that the order reaches, `everywhere` the scope of an order for all."""
+    tenant = request.tenant
     if reply.in_force is None:
         typer.echo("resumed" if reply.lifted else "nothing was stopped in this scope by command")
+        for stop in reply.left or ():
+            scope = stop.slot or (f"tenant {stop.tenant}" if stop.tenant else everywhere)
+            typer.echo(printable(f"still in force, {scope}: {stop.text}"))
+        if reply.left == ():
+            typer.echo("no order is in force any more")
         return
     typer.echo(printable(f"in force: {reply.in_force.text}"))
     if reply.reached:
         typer.echo(printable(f"reaches: {', '.join(reply.reached)}"))
     elif reply.reached is not None:
-        hint = f" of tenant {request.tenant}: `rosemux status` has the names"
-        typer.echo(printable(f"reaches no {what}{hint if request.tenant else ''}"))
+        typer.echo(printable(f"reaches no {what}{f' of tenant {tenant}' if tenant else ''}"))
+    if tenant and reply.tenants is not None and tenant not in reply.tenants:
+        known = ", ".join(reply.tenants) or "none"
+        waits = "the order waits for one until you resume it"
+        typer.echo(printable(f"no tenant {tenant} is known here (known: {known}): {waits}"))
 
 
 def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:
     """Raises Exhausted if an agent is not known to obey."""
     path = "/v1/stops"
     reply = call(gateway, path, ClusterStopReply, credentials, option="--gateway", body=request)
-    _print_order(request, reply, "job")
+    _print_order(request, reply, "job", everywhere="cluster")
     for name, fault in reply.agents.items():
         typer.echo(printable(f"  {name}: {fault or 'obeys'}"))
     if missing := [name for name, fault in reply.agents.items() if fault]:

@@ -41,6 +41,20 @@ class LoopThread:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
+    def close_after(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Does the work and closes, without a wait: for an owner that was dropped, maybe in the
+        loop's own thread."""
+        loop, self._loop = self._loop, None
+
+        async def last() -> None:
+            try:
+                await work()
+            finally:
+                asyncio.get_running_loop().stop()
+
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(last(), loop)
+
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:

@@ -53,8 +53,11 @@ BOUNDS: dict[type, dict[str, Range | SingleValue]] = {
         "abort_grace_s": Range(
             0.0, 600.0, "s", "requests without a grant hold memory for as long as this"
         ),
-        "ttft_slo_s": Range(0.001, 600.0, "s", "beyond it no request is ever late"),
-        "itl_slo_s": Range(0.0005, 60.0, "s", "beyond it no token is ever late"),
+        # No service promises its first token only after five minutes, or one token in ten seconds.
+        "ttft_slo_s": Range(
+            0.001, 300.0, "s", "beyond it no request is ever late (500 ms are 0.5)"
+        ),
+        "itl_slo_s": Range(0.0005, 10.0, "s", "beyond it no token is ever late (50 ms are 0.05)"),
         "epsilon": Range(0.0, 1.0, "of an event's time", "production's events take so much longer"),
         "law": SingleValue(Law.SLACK, "another project's rule does not keep production's time"),
         "ungated": SingleValue(False, "no law looks at production"),

@@ -7,6 +7,7 @@ States, conditions and what they lead to are data in `harvester.policy.states`. 
 nothing about single steps (the guest's gate does) and touches no page, socket, clock or log.
 """
 
+import math
 from functools import partial
 from typing import Any, ClassVar
 
@@ -283,7 +284,8 @@ class SlotPolicy:
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
         if idle is Condition.CLEAR and self.guards.proof.withheld(now=now):
-            return Condition.WITHHELD, "proof slice"
+            length_s = math.ceil(self.guards.proof.slice_s)
+            return Condition.WITHHELD, f"proof slice of at most {length_s} s"
         return idle, reason
 
     def _asleep(self, sample: SlotSample, now: float) -> bool:

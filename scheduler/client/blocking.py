@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, Unpack
+from weakref import finalize
 
 from harvester.contracts.wire.rollouts import Choice, VersionSwitched
 from harvester.platform.loop_thread import LoopThread
@@ -12,12 +13,15 @@ from scheduler.client.turn_request import Sampling, TurnOptions
 class RolloutClient:
     """Turns of one job, from any number of threads; options and errors are AsyncRolloutClient's.
 
-    Use as `with RolloutClient(url, job) as client`.
+    Use as `with RolloutClient(url, job) as client`, or call `close` at the end; a client that is
+    dropped closes by itself.
     """
 
     def __init__(self, gateway: str, job: str, **options: Any) -> None:
         self._client = AsyncRolloutClient(gateway, job, **options)
         self._loop = LoopThread("rollout-client")
+        self._dropped = finalize(self, self._loop.close_after, self._client.close)
+        self._dropped.atexit = False  # The process's end closes its connections.
 
     def __enter__(self) -> Self:
         return self
@@ -26,6 +30,7 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
+        self._dropped.detach()
         self._loop.run(self._client.close())
         self._loop.close()
 

@@ -1,6 +1,7 @@
 """A job's connection to its gateway: one session, and calls that are repeated."""
 
 import logging
+import sys
 from collections.abc import Collection
 from dataclasses import replace
 from random import Random
@@ -108,6 +109,16 @@ class GatewayConnection:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    def __del__(self) -> None:
+        session = getattr(self, "_session", None)  # None too where __init__ raised.
+        if session is not None and not session.closed and not sys.is_finalizing():
+            # Before aiohttp's lines, which name neither the client nor the remedy.
+            _log.warning(
+                "a client of job %s was dropped and not closed: use `async with "
+                "AsyncRolloutClient(...)`, or await its close()",
+                self.job,
+            )
 
 
 def owned(refusal: HttpRefusal, *, wrong: Collection[int] = WRONG_CALL) -> RoseMuxError:

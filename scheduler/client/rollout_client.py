@@ -72,7 +72,7 @@ class _Announcements:
 
 class AsyncRolloutClient:
     """Turns of one job. Use as `async with AsyncRolloutClient(url, job) as client`, in one event
-    loop.
+    loop, or await `close` at the end: the log has a client that was dropped without it.
 
     `token_file`, `ca_file`, `cert_file`, `key_file`: the tenant's bearer token, certificates to
     trust besides the system's, and a client certificate; read again when they change. `fallback`:

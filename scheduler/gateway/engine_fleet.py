@@ -115,6 +115,7 @@ class EngineFleet:
         """Logs a fault that the engine did not have before."""
         if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
             _log.warning("engine %s is not served: %s", member.engine.engine, fault)
+            member.log.unserved = True
 
     def down(self, member: FleetMember, fault: str, *, cut: CutReason = CutReason.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
@@ -356,6 +357,9 @@ class EngineFleet:
         if began_s is not None:
             member.switch_s = self._clock.now() - began_s
             self._metrics.switch_s.labels(member.engine.kind).observe(member.switch_s)
+        if member.log.unserved:
+            member.log.unserved = False
+            _log.info("engine %s is served now", member.engine.engine)
         self._offer(member)
 
     def _offer(self, member: FleetMember) -> None:

@@ -278,9 +278,13 @@ class Gateway:
     async def _stop(self, body: StopRequest) -> ClusterStopReply:
         reply = await self._scheduler.stops.order(body)
         self._scheduler.wake.set()
-        jobs = self._scheduler.registry.jobs.items()
-        reached = tuple(job for job, given in jobs if body.tenant in ("", given.tenant))
-        return msgspec.structs.replace(reply, reached=reached)
+        jobs = self._scheduler.registry.jobs
+        return msgspec.structs.replace(
+            reply,
+            reached=tuple(job for job, given in jobs.items() if body.tenant in ("", given.tenant)),
+            tenants=tuple(sorted({given.tenant for given in jobs.values()})),
+            left=self._scheduler.stops.stops,
+        )
 
     @Route("GET /v1/status", "Engines, jobs, queue, leases and counters", callers=Callers.READERS)
     async def _status(self, tenant: str | None) -> GatewayStatus:

@@ -57,7 +57,12 @@ def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) ->
             if lease.job in jobs
         ),
         slots={
-            slot: GatewaySlot(agent=agent, state=offer.state, idle_ratio=offer.idle_ratio)
+            slot: GatewaySlot(
+                agent=agent,
+                state=offer.state,
+                idle_ratio=offer.idle_ratio,
+                reason=harvest.why_unused(offer),
+            )
             for slot, (agent, offer) in sorted(harvest.offers.slots.items())
             if sees_all
         },

@@ -118,6 +118,8 @@ async def test_an_offered_engine_proves_that_it_is_the_slots_guest_before_anythi
         await service.until(
             "/v1/status", lambda s: any(fault in each["fault"] for each in s["engines"].values())
         )
+        (slot,) = (await service.get("/v1/status"))["slots"].values()
+        assert fault in slot["reason"]
     # Version 0 has no weight call: the next one has.
     await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
     replies = await asyncio.gather(*turns)

@@ -130,6 +130,16 @@ def test_faults_stops_and_silent_agents_are_lines_of_their_own() -> None:
     ]
 
 
+def test_slots_that_take_no_turns_have_their_reason_in_a_line() -> None:
+    reasons = {"a": "no lease", "b": "", "c": "no lease", "d": "kill switch: hold"}
+    given = {
+        slot: {"agent": "n", "state": "off", "idle_ratio": None, "reason": reason}
+        for slot, reason in reasons.items()
+    }
+    found = list(report(slots=given).reasons())
+    assert found == ["Slots a, c: no lease", "Slot d: kill switch: hold"]
+
+
 async def test_the_page_names_every_field_of_the_status() -> None:
     async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway:
         status = await gateway.status()

@@ -110,6 +110,8 @@ async def test_a_hold_lets_turns_end_on_the_guest_and_sends_no_new_one(tmp_path:
         turns = await busy(gateway, guest, 60)
         status, reply = await gateway.post("/v1/stops", {"order": "hold", **STOP})
         assert (status, reply["agents"]) == (200, {"agent": ""})
+        assert reply["left"] == [reply["in_force"]]
+        assert reply["tenants"] == [given.tenant for given in gateway.scheduler.jobs.values()]
         await gateway.until(lambda: gateway.scheduler.fleet.members["guest.slot0"].held)
         begun = len(guest.models)
         more = [asyncio.create_task(gateway.generate(f"m{n}", 5)) for n in range(6)]

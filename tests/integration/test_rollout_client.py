@@ -1,6 +1,7 @@
 """A job's client beside a gateway that is killed, stopped and started again: no token is lost."""
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import pairwise
@@ -124,6 +126,41 @@ async def test_a_call_that_the_gateway_refuses_as_wrong_is_the_callers_error(
     async with AsyncRolloutClient(service.url, "nojob") as client:
         with pytest.raises(ConfigError, match="400: job nojob is not configured"):
             await client.announce(1, "job.store")
+
+
+async def test_a_blocking_client_that_is_dropped_closes_by_itself(
+    fake_engine: Start, gateway: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = gateway(fake_engine())
+
+    def use() -> bool:
+        RolloutClient(service.url, "job").generate(PROMPT, sampling(1))
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "rollout-client":
+                thread.join(timeout=10.0)
+                return not thread.is_alive()
+        return True
+
+    assert await asyncio.to_thread(use)
+    gc.collect()
+    assert not caplog.messages
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning")
+async def test_a_client_that_is_dropped_in_an_event_loop_is_named_with_the_remedy(
+    fake_engine: Start, gateway: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = gateway(fake_engine())
+    client = client_of(service)
+    await client.generate(PROMPT, sampling(1))
+    await asyncio.sleep(0)  # The task that watched the gateway ends.
+    del client
+    gc.collect()
+    assert caplog.messages[0].startswith("a client of job job was dropped and not closed: use `asy")
+    AsyncRolloutClient(service.url, "job")
+    gc.collect()
+    assert sum("dropped" in line for line in caplog.messages) == 1, "it had nothing to close"
 
 
 async def test_an_announcement_that_no_engine_can_load_says_why_and_ends(

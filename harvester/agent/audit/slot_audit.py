@@ -8,7 +8,7 @@ from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, SlotSample
 from harvester.policy.slot import SlotPolicy
-from harvester.policy.states import Condition
+from harvester.policy.states import Condition, State
 
 _OPERATOR = "operator, by the release file"
 _FAULT = "fault"
@@ -41,10 +41,13 @@ class SlotAudit:
     ) -> None:
         """Note what this beat has changed. Called at every beat, so it is cheap."""
         self._tried_before, self._tried = self._tried, set()
-        # A withheld slice is random and lasts 2 s: the audit leaves it out.
+        # A withheld slice is random, and ends within two minutes: the audit leaves it out.
         if policy.state != self._state and policy.condition is not Condition.WITHHELD:
-            reason = f"{policy.condition}: {policy.reason}" if policy.reason else policy.condition
-            self._move(policy.state.value, reason, lease, now)
+            reason = policy.reason
+            if (policy.state, policy.condition) == (State.CLOSED, Condition.CLEAR):
+                reason = "closed for one beat before it may open"
+            text = f"{policy.condition}: {reason}" if reason else policy.condition
+            self._move(policy.state.value, text, lease, now)
         if policy.quarantined != self._quarantine:
             self._note_quarantine(policy.quarantined, sample.release)
         for effect in effects:

@@ -55,6 +55,7 @@ class GatewaySlot(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     state: str
     idle_ratio: float | None = None
+    reason: str = ""
 
 
 class GatewayBudget(msgspec.Struct, frozen=True, kw_only=True):

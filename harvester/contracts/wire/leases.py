@@ -138,6 +138,10 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     is absent; 0 without one."""
     audit_fault: str = ""
     """Why audit events cannot be written; decisions go on."""
+    kill_file_fault: str = ""
+    """Why the kill file drains the node although it does not say so."""
+    slots_file_absent: str = ""
+    """Path of the configured slots file where it is not there yet."""
 
 
 class LeaseRequest(

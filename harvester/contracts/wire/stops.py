@@ -130,6 +130,11 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     """False after an end for which this source had no order of this scope."""
     reached: tuple[str, ...] | None = None
     """Leases in force that it reaches, for people; None from an agent of before."""
+    tenants: tuple[str, ...] | None = None
+    """Tenants of the configuration and of leases in force: an order for another one may have a
+    misspelt name. None from an agent of before."""
+    left: tuple[Stop, ...] | None = None
+    """All orders in force on the node after the call; None from an agent of before."""
 
 
 class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,3 +153,7 @@ class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     """False after an end for which the gateway knew no order of the cluster."""
     reached: tuple[str, ...] | None = None
     """Jobs of the gateway that it reaches; None from a gateway of before."""
+    tenants: tuple[str, ...] | None = None
+    """Tenants of the gateway's jobs; None from a gateway of before."""
+    left: tuple[Stop, ...] | None = None
+    """All orders of the cluster in force after the call; None from a gateway of before."""

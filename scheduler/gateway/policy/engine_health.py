@@ -66,6 +66,8 @@ class EngineLog:
     losses: int = 0
     fault: str = ""
     """Reason of the last loss."""
+    unserved: bool = False
+    """Whether the last line says that it is not served."""
     limit: EventLimit = field(default_factory=EventLimit.of_lines)
 
     def line(self, *, up: bool, losses: int, now: float) -> str:

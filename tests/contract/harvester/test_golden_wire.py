@@ -120,7 +120,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
             b'"forecasts":[],"unready":"","withheld_ratio":0.0,"proving_left_s":0.0}],'
             b'"restart_needed":[],"stops":[],"unopened":{},"config_refused":"","slots_file_age_s":0.0,'
-            b'"audit_fault":""}'
+            b'"audit_fault":"","kill_file_fault":"","slots_file_absent":""}'
         ),
     ),
     (
@@ -160,7 +160,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"in_force":{"order":"drain","source":"cluster","slot":"","tenant":"t","by":"",'
             b'"reason":"","at":"2026","number":2},"recorded":true,'
-            b'"lifted":true,"reached":null}'
+            b'"lifted":true,"reached":null,"tenants":null,"left":null}'
         ),
     ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),

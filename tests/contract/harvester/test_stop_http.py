@@ -41,6 +41,7 @@ def node(tmp_path: Path) -> Iterator[NodeAgent]:
             "mode": "harvest",
             "page_root": tmp_path / "pages",
             "state_dir": tmp_path / "state",
+            "tenants": ["configured"],
             "slots": [{"name": "slot0"}],
         }
     )
@@ -215,6 +216,7 @@ async def test_the_commands_stop_show_and_resume(
         assert "Stopped, tenant t: drain (operator)" in flat
         code, said = await command("resume", *agent, "--slot", "slot0")
         assert (code, "resumed" in said, "reaches" in said) == (0, True, False), said
+        assert "still in force, tenant t: drain (operator)" in said
         code, said = await command("resume", *agent, "--slot", "slot0")
         assert (code, said.startswith("nothing was stopped")) == (0, True), said
         code, said = await command("resume", *agent, "--slot", "slot9")
@@ -224,6 +226,8 @@ async def test_the_commands_stop_show_and_resume(
         assert (code, "no slot slot9" in said) == (1, True), said
         code, said = await command("hold", *agent, "--reason", " ")
         assert code == 2, said
+        code, said = await command("resume", *agent, "--tenant", "t")
+        assert (code, said) == (0, "resumed\nno order is in force any more\n")
     code, said = await command("hold", *agent, "--reason", "r")
     assert (code, "gives no answer" in said) == (1, True), said
 
@@ -243,9 +247,13 @@ async def test_a_command_says_which_leases_its_order_reaches(
 
     await client.post("/v1/leases", json=TAKE, headers=sends(GATEWAY))
     said = await ordered("drain", "--tenant", "typo")
-    assert "reaches no lease in force of tenant typo: `rosemux status` has the names" in said
+    assert "reaches no lease in force of tenant typo\n" in said
+    assert "no tenant typo is known here (known: configured, t): the order waits" in said
     assert "reaches: slot0 (t/j)\n" in await ordered("hold", "--slot", "slot0")
-    assert "reaches: slot0 (t/j)\n" in await ordered("drain", "--tenant", "t")
+    said = await ordered("drain", "--tenant", "t")
+    assert "reaches: slot0 (t/j)\n" in said
+    assert "known" not in said
+    assert "known" not in await ordered("hold", "--tenant", "configured")
     assert "reaches no lease in force\n" in await ordered("drain")
 
 

@@ -95,7 +95,7 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         ),
         (
             GOOD.replace("0.2", "2000"),
-            "line 5: slots.0.policy.ttft_slo_s: 2000 is not 0.001 to 600",
+            "line 5: slots.0.policy.ttft_slo_s: 2000 is not 0.001 to 300",
         ),
         (GOOD.replace("0.2", "true"), "line 5: slots.0.policy.ttft_slo_s: true is no number"),
         (GOOD + "lease_ttl_s: 3600\n", "line 6: lease_ttl_s: 3600 is not 1 to 300 s: a holder"),

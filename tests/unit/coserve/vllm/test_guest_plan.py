@@ -65,6 +65,12 @@ def test_without_a_gpu_threads_are_idle_and_pages_come_back() -> None:
     assert "NVIDIA" in of("time-slicing", said).why
     with pytest.raises(ConfigError, match="at least one"):
         plan(replace(CPU, kv_cache_bytes=GIB - 1), NEWEST)
+    assert plan(replace(CPU, memory_bytes=2 * GIB), NEWEST).kv_cache_gib == 2
+    small = replace(CPU, memory_bytes=2 * GIB - 1)
+    assert not of("pages", answers(small, NEWEST)).possible
+    with pytest.raises(ConfigError, match=r"2.00 GiB of KV do not fit into the 2.00 GiB"):
+        plan(small, NEWEST)
+    assert plan(replace(GPU, memory_bytes=1), NEWEST).gpu is not None
 
 
 def test_mps_needs_consent_and_a_request(daemon: MpsDaemon) -> None:

@@ -267,9 +267,11 @@ def test_files_in_use_or_not_ours_are_left_and_named(
     pages = PageDirectory(config.page_root / "slot0")
     pages.pulse_writer("prod", 0).write(Pulse(), now_ns=monotonic_ns(), ttl_ns=10**11)
     done = undo(config, records=True)
-    assert "not known" in done.left[stranger]
-    assert "remove its variables" in done.left[pages.path / "pulse.prod.0"]
-    assert "production's page" in done.left[pages.path / ".pulse.prod.0.lock"]
+    assert "not known" in done.left.pop(stranger)
+    assert "remove its variables" in done.in_use[pages.path / "pulse.prod.0"]
+    assert "production's page" in done.in_use[pages.path / ".pulse.prod.0.lock"]
+    assert pages.path in done.in_use
+    assert done.left.keys() == {stranger.parent, config.page_root}
     assert stranger.read_text() == "mine"
     assert not (config.page_root / "slot0" / "grant").exists()
 
@@ -296,11 +298,22 @@ def test_the_command_says_what_it_removed_and_what_it_left(
         main(["undo", "--config", str(file)])
     said = capsys.readouterr()
     assert left.value.code == 1
+    assert "left " in said.out
     assert "notes: not known to be RoseMux's" in said.out
     (tmp_path / "pages" / "slot0" / "notes").unlink()
+    pulse = PageDirectory(tmp_path / "pages" / "slot0").pulse_writer("prod", 0)
+    pulse.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=10**11)
+    with pytest.raises(SystemExit) as left:
+        main(["undo", "--config", str(file)])
+    assert not left.value.code, "it did all that it can beside production"
+    said = capsys.readouterr()
+    assert f"in use  {tmp_path}/pages: it goes with what is in it" in said.out
+    assert "once production has restarted" in said.out
+    pulse.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=0)
     with pytest.raises(SystemExit) as left:
         main(["undo", "--config", str(file)])
     assert not left.value.code
+    assert "in use" not in capsys.readouterr().out
     assert not (tmp_path / "pages").exists()
 
 

@@ -20,20 +20,27 @@ def kill(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "switch"),
+    ("text", "switch", "unclear"),
     [
-        ("hold", KillSwitch.HOLD),
-        (" hold\n", KillSwitch.HOLD),
-        ("drain", KillSwitch.DRAIN),
-        ("", KillSwitch.DRAIN),
-        ("HOLD", KillSwitch.DRAIN),
-        ("hold everything", KillSwitch.DRAIN),
+        ("hold", KillSwitch.HOLD, ""),
+        (" hold\n", KillSwitch.HOLD, ""),
+        ("drain", KillSwitch.DRAIN, ""),
+        ("", KillSwitch.DRAIN, "is empty"),
+        ("HOLD", KillSwitch.DRAIN, "has 'HOLD'"),
+        ("hold \x1b[2Jall\n", KillSwitch.DRAIN, "has 'hold [2Jall'"),
+        ("\x00", KillSwitch.DRAIN, "has no readable word"),
     ],
 )
-def test_anything_but_hold_drains(kill: Path, text: str, switch: KillSwitch) -> None:
+def test_anything_but_hold_drains_and_is_named_with_the_known_words(
+    kill: Path, text: str, switch: KillSwitch, unclear: str
+) -> None:
     kill.write_text(text)
     os.utime(kill, (0, 0))
-    assert read_kill_switch(kill, LastRead()) is switch
+    last = LastRead[KillSwitch]()
+    assert read_kill_switch(kill, last) is switch
+    assert last.unclear == (unclear and f"{kill} {unclear}: known are hold, drain")
+    kill.unlink()
+    assert (read_kill_switch(kill, last), last.unclear) == (KillSwitch.NONE, "")
 
 
 def test_a_file_that_was_opened_and_not_yet_written_drains_only_where_it_stays_empty(
@@ -63,12 +70,16 @@ def test_a_pipe_or_a_folder_drains_and_holds_no_beat_up(
     kill: Path, make: Callable[[Path], None]
 ) -> None:
     make(kill)
-    assert read_kill_switch(kill, LastRead()) is KillSwitch.DRAIN
+    last = LastRead[KillSwitch]()
+    assert read_kill_switch(kill, last) is KillSwitch.DRAIN
+    assert last.unclear.startswith(f"{kill} ")
 
 
 def test_a_link_to_nowhere_drains(kill: Path) -> None:
     kill.symlink_to("/nonexistent/kill")
-    assert read_kill_switch(kill, LastRead()) is KillSwitch.DRAIN
+    last = LastRead[KillSwitch]()
+    assert read_kill_switch(kill, last) is KillSwitch.DRAIN
+    assert last.unclear == f"{kill} is a link to a file that is not there"
 
 
 def exhaust(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -96,6 +107,7 @@ def test_without_a_descriptor_the_same_file_means_what_it_meant(
     kill.write_text("drain")
     assert read_kill_switch(kill, last) is KillSwitch.DRAIN
     assert "kill cannot be read by the agent" in last.fault
+    assert last.unclear == ""
     changed = read_stop_file(kill, last_stop)
     assert changed is not None
     assert (changed.order, changed.by) == (StopOrder.DRAIN, "the agent")

@@ -455,17 +455,21 @@ def running(agent_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runni
 def test_the_slots_file_is_followed(running: Running, tmp_path: Path) -> None:
     path = tmp_path / "slots.yaml"
     assert running.beat() == ["own"]
+    assert running.node.slots_file_absent == str(path)
     write(path, "a", "b")
     assert running.beat() == ["own", "a", "b"]
+    assert running.node.slots_file_absent == ""
     write(path, "b")
     assert running.beat() == ["own", "b"]
     assert running.in_force == 1
     path.unlink()
     assert running.beat() == ["own", "b"]
     assert running.in_force == 0
+    assert running.node.slots_file_absent == "", "its last slots are in force"
     running.process._reconfigure(running.node)
     assert running.beat() == ["own"]
     assert running.in_force == 1
+    assert running.node.slots_file_absent == str(path)
 
 
 def test_an_agent_knows_how_long_its_discovery_has_been_silent(

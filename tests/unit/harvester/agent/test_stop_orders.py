@@ -188,9 +188,9 @@ def test_with_the_scheduler_dead_a_lease_ends_within_its_time(node: Node, order:
         ("hold\nnew driver\n", "hold", "new driver"),
         ("hold\tnew driver", "hold", "new driver"),
         ("hold \x1b[2Jnew\nrack", "hold", "[2Jnew rack"),
-        ("", "drain", "no known order"),
-        ("\x00\xff", "drain", "no known order"),
-        ("stop everything", "drain", "no known order"),
+        ("", "drain", "stop is empty: known are none, hold, drain, None, Hold, HoldAndDrain"),
+        ("\x00\xff", "drain", "stop has 'ÿ': known are none, "),
+        ("halt everything", "drain", "stop has 'halt everything': known are none, "),
     ],
 )
 def test_the_stop_file_is_obeyed_within_a_beat(

@@ -54,6 +54,7 @@ def offers(scale: int) -> SlotOffers:
         config_refused="agent.yaml: moed is no field",
         slots_file_age_s=400.0,
         audit_fault="No space left on device",
+        kill_file_fault="/run/rosemux/kill has 'halt': known are hold, drain",
     )
 
 
@@ -87,8 +88,12 @@ def test_a_wide_terminal_and_a_pipe_cut_nothing() -> None:
 
 
 def test_a_node_without_slots_is_a_sentence() -> None:
-    assert list(agent_sentences(SlotOffers(node=NodeId("node-a"), slots=()))) == [
-        "Node node-a has no open slot"
+    empty = SlotOffers(node=NodeId("node-a"), slots=())
+    assert list(agent_sentences(empty)) == ["Node node-a has no open slot"]
+    awaiting = msgspec.structs.replace(empty, slots_file_absent="/run/rosemux/slots.yaml")
+    assert list(agent_sentences(awaiting)) == [
+        "Node node-a has no open slot",
+        "No slots file at /run/rosemux/slots.yaml yet: its slots open once it is there",
     ]
 
 
@@ -96,6 +101,8 @@ def test_long_texts_are_sentences() -> None:
     found = list(agent_sentences(offers(9)))
     assert found[0].startswith(f"Slot {'slot0' * 9} can lend ")
     assert found[1] == f"Slot {'slot0' * 9}: " + "level_ttft is over its limit " * 9
+    assert found[-6].startswith("The kill file drains the node")
+    assert found[-6].endswith("/run/rosemux/kill has 'halt': known are hold, drain")
     assert found[-5] == "Slot slot2 is not open: page belongs to another user"
     refused = "A reload was refused, the old configuration goes on: agent.yaml: moed is no field"
     assert found[-4] == refused

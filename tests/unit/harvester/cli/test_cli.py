@@ -23,7 +23,7 @@ from harvester.cli.agent_tables import agent_tables
 from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
 from harvester.cli.status import _summary
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import Unsupported
+from harvester.contracts.errors import Exhausted, Unsupported
 from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.page import (
     Calibration,
@@ -31,6 +31,7 @@ from harvester.contracts.page import (
     GrantMode,
     Guest,
     GuestMemory,
+    Lending,
     PageDirectory,
     Pulse,
     Reading,
@@ -116,12 +117,12 @@ def test_the_check_says_which_variable_overrides_the_file_and_what_is_odd(
     monkeypatch.setenv("ROSEMUX_AGENT_JOURNAL_MAX_BYTES", "67108864")
     path = tmp_path / "agent.yaml"
     path.write_text(
-        "journal_max_bytes: 536870912\nslots: [{name: slot0, policy: {ttft_slo_s: 500}}]\n"
+        "journal_max_bytes: 536870912\nslots: [{name: slot0, policy: {ttft_slo_s: 250}}]\n"
     )
     assert exit_code(["agent", "--config", str(path), "--check-config"]) == 0
     shown = capsys.readouterr().out
     assert "ROSEMUX_AGENT_JOURNAL_MAX_BYTES gives 67108864 over 536870912" in shown
-    assert "were 500 ms meant" in shown
+    assert "were 250 ms meant" in shown
 
 
 def test_the_check_reads_the_slots_file_too(
@@ -131,7 +132,9 @@ def test_the_check_reads_the_slots_file_too(
     path.write_text(f"slots_file: {slots}\n")
     arguments = ["agent", "--config", str(path), "--check-config"]
     assert exit_code(arguments) == 0
-    assert "slots none yet" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "slots none yet" in shown
+    assert f"note: no slots file at {slots} yet" in shown
     slots.write_text("slots: [{name: found}]\n")
     assert exit_code(arguments) == 0
     assert "slots found" in capsys.readouterr().out
@@ -478,6 +481,30 @@ def test_a_file_that_its_reader_may_not_see_is_named_and_not_taken_for_absent(
         shown = capsys.readouterr().err
         assert shown.startswith(f"rosemux: cannot read {within}/"), words
         assert "Permission denied; run it as root or as the agent's user" in shown
+
+
+def test_a_status_has_one_figure_of_what_a_slot_can_lend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = PageDirectory.create(tmp_path / "a")
+    grant, guest = Grant(epoch=1, mode=GrantMode.OPEN), Guest(lending=Lending(tokens=6))
+    pages.grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+    pages.guest_writer().write(guest, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+    asked = ["status", "--pages", str(tmp_path), "--agent", "http://127.0.0.1:1"]
+    slot = msgspec.structs.replace(_offer(), slot=SlotId("a"), lending=Lending(tokens=7))
+    offers = SlotOffers(node=NodeId("n"), slots=(slot,))
+    monkeypatch.setattr("harvester.cli.status.call", lambda *_given, **_named: offers)
+    assert exit_code(asked) == 0
+    shown = capsys.readouterr().out
+    assert "steps of at most 7 tokens" in shown
+    assert "steps of at most 6 tokens" not in shown
+
+    def silent(*_given: object, **_named: object) -> None:
+        raise Exhausted("no answer")
+
+    monkeypatch.setattr("harvester.cli.status.call", silent)
+    assert exit_code(asked) == 1
+    assert "can be lent steps of at most 6 tokens" in capsys.readouterr().out
 
 
 def test_an_agent_s_status_needs_no_right_to_its_pages(

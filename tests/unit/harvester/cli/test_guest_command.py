@@ -271,6 +271,8 @@ def test_a_driver_that_is_ill_is_no_machine_without_a_gpu(
         (("  - name: slot0", "  - name: other\n  - name: slot0"), "choose one of other, slot0"),
         (("model: {folder}", "model: {folder}/absent"), "guest.model"),
         (("kv_cache_bytes: 2147483648", "kv_cache_bytes: 7"), "at least one"),
+        (("2147483648", "1099511627776"), "1024.00 GiB of KV do not fit into the "),
+        (("  - name: slot0", "  - name: slot0\n    memory_group: {folder}"), "into the 1.00 GiB"),
         ((" ", " "), "start `rosemux agent` first"),
         (("weights: {folder}", "weights: {folder}/absent"), "guest.weights"),
     ],
@@ -284,6 +286,9 @@ def test_a_fault_for_the_operator_is_one_line(
 ) -> None:
     file = tmp_path / "agent.yaml"
     file.write_text(SLOT.replace(*change).format(folder=tmp_path))
+    group = {"memory.current": "0", "memory.max": f"{1 << 30}", "memory.stat": "inactive_file 0"}
+    for name, text in group.items():
+        (tmp_path / name).write_text(text)
     code, shown = said(file, capsys, dry_run=False)
     assert (code, complaint in shown) == (2, True), shown
 

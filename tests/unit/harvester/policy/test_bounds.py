@@ -275,13 +275,33 @@ def test_an_slo_between_two_edges_or_in_milliseconds_is_warned_of_with_its_line(
     (between,) = notes_of(tmp_path, ttft_slo_s=0.3)
     assert "line 4: slots.0.policy.ttft_slo_s: 0.3 is no edge" in between
     assert "between 0.25 and 0.5" in between
-    (long,) = notes_of(tmp_path, ttft_slo_s=500)
-    assert "were 500 ms meant, 0.5?" in long
-    said = notes_of(tmp_path, itl_slo_s=50)
-    assert any("were 50 ms meant, 0.05?" in note for note in said)
+    (long,) = notes_of(tmp_path, ttft_slo_s=250)
+    assert "were 250 ms meant, 0.25?" in long
+    said = notes_of(tmp_path, itl_slo_s=5)
+    assert any("were 5 ms meant, 0.005?" in note for note in said)
     assert any("longer than ttft_slo_s" in note for note in said)
     (below,) = notes_of(tmp_path, itl_slo_s=0.004)
     assert "below 0.01" in below
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (
+            {"itl_slo_s": 50},
+            "itl_slo_s: 50 is not 0.0005 to 10 s: beyond it no token is ever late .50 ms are",
+        ),
+        (
+            {"ttft_slo_s": 500},
+            "ttft_slo_s: 500 is not 0.001 to 300 s: beyond it no request is ever late",
+        ),
+    ],
+)
+def test_an_slo_that_no_service_has_is_refused(
+    policy: dict[str, float], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        notes_of(tmp_path, **policy)
 
 
 def test_no_edge_of_vllms_histograms_is_warned_of() -> None:

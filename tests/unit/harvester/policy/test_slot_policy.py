@@ -465,7 +465,7 @@ def test_withholds_the_grant_in_proof_slices_and_opens_again_right_after(
 ) -> None:
     scene = make_scene(proof=ProofSettings(share_ratio=0.2, proving_s=0, slice_s=1.0, seed=3))
     modes = [(scene.now, grant_in(scene.beat())) for _ in range(3000)]
-    withheld = [grant for _, grant in modes if grant.reason == "proof slice"]
+    withheld = [grant for _, grant in modes if grant.reason == "proof slice of at most 1 s"]
     assert 0.1 < len(withheld) / len(modes) < 0.3
     assert {grant.mode for grant in withheld} == {"closed"}
     assert all(grant.withheld == (grant in withheld) for _, grant in modes[2:])

@@ -13,7 +13,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.engines.engine_faults import EngineUnreachable
+from scheduler.gateway.engines.engine_faults import EngineLost, EngineUnreachable
 from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.gateway_metrics import GatewayMetrics
@@ -196,6 +196,28 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
     clock.advance_to(60.0)
     fleet.switching.observe(TimePassed())
     assert await fleet.switching.settled(_version(0), timeout_s=5)
+    await fleet.close()
+    await asyncio.sleep(0)
+
+
+async def test_an_engine_whose_fault_was_logged_has_a_line_once_it_is_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock = VirtualClock()
+    fleet = _fleet(clock)
+    fleet.switching.observe(JobActivated(job=JOB))
+    _joined(fleet, Client(fault=EngineLost("no identity")), ENGINE, EngineKind.DEDICATED)
+    assert not await fleet.switching.settled(_version(0), timeout_s=0.05)
+    clock.advance_to(60.0)
+    fleet.switching.observe(TimePassed())
+    assert await fleet.switching.settled(_version(0), timeout_s=5)
+    fleet.switching.observe(VersionPublished(job=JOB, store="s", version=WeightVersion(1)))
+    assert await fleet.switching.settled(_version(1), timeout_s=5)
+    assert [line for line in caplog.messages if "served" in line and ENGINE in line] == [
+        f"engine {ENGINE} is not served: no identity",
+        f"engine {ENGINE} is served now",
+    ]
     await fleet.close()
     await asyncio.sleep(0)
 

@@ -228,6 +228,18 @@ def test_the_kill_switch_is_recorded_with_its_user(stage: Stage) -> None:
     assert on.who.startswith("user ")
 
 
+def test_a_kill_file_with_an_unknown_word_is_recorded_with_it(stage: Stage) -> None:
+    stage.switch.write_text("halt")
+    stage.beats()
+    (drained,) = stage.of("kill_switch")
+    assert (drained.to_state, drained.reason) == ("drain", stage.node.kill_file_fault)
+    assert drained.reason == f"{stage.switch} has 'halt': known are hold, drain"
+    assert drained.who.endswith("by the kill file")
+    stage.switch.write_text("drain")
+    stage.beats()
+    assert stage.node.kill_file_fault == ""
+
+
 def test_changes_of_state_are_a_chain_with_reasons(stage: Stage) -> None:
     stage.harvest()
     stage.beats()
@@ -238,6 +250,19 @@ def test_changes_of_state_are_a_chain_with_reasons(stage: Stage) -> None:
     assert [move.to_state for move in moves] == ["closed", "open", "off"]
     assert moves[-1].reason == "killed: kill switch: hold"
     assert moves[-1].job == "j"
+
+
+def test_the_beat_between_off_and_open_is_recorded_as_what_it_is(stage: Stage) -> None:
+    stage.harvest()
+    stage.beats()
+    stage.switch.write_text("hold")
+    stage.beats()
+    stage.switch.unlink()
+    stage.beats(2)
+    between, opened = stage.of("slot_state")[-2:]
+    assert (between.from_state, between.to_state) == ("off", "closed")
+    assert between.reason == "clear: closed for one beat before it may open"
+    assert (opened.to_state, opened.reason) == ("open", "clear")
 
 
 def test_a_withheld_slice_is_no_change_of_state(tmp_path: Path) -> None:

@@ -253,6 +253,30 @@ async def test_the_log_names_leases_that_begin_and_end_and_bounds_those_of_one_s
     assert caplog.messages[-1].endswith("breach (96 lines left out before)")
 
 
+async def test_a_slot_that_takes_no_turns_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, slot = Stage(), SLOTS[0]
+    agent, harvest = stage.agents["n"], stage.harvest
+
+    def reason(state: SlotState, why: str) -> str:
+        agent.leases.offer(slot, state, why)
+        return harvest.why_unused(agent._offer(slot))
+
+    assert reason(SlotState.OFF, "proof slice of at most 58 s") == "proof slice of at most 58 s"
+    assert reason(SlotState.OFF, "") == "its agent says off"
+    assert reason(SlotState.OFFERED, "no lease") == "no lease"
+    registry = stage.fleet.registry
+    clash = "vocabulary 32, not 64"
+    monkeypatch.setattr(type(registry), "clash_of", lambda _registry, _engine: clash)
+    assert reason(SlotState.OFFERED, "no lease") == clash
+    monkeypatch.setattr(harvest.budgets, "exhausted", lambda _offer: True)
+    assert reason(SlotState.OFFERED, "no lease") == "the error budget of its service is spent"
+    guest = SimpleNamespace(fault="cannot read the engine's identity")
+    registry.members[EngineId(f"guest.{slot}")] = guest  # type: ignore[assignment]
+    assert reason(SlotState.LEASED, "") == "cannot read the engine's identity"
+    guest.fault = ""
+    assert reason(SlotState.LEASED, "") == ""
+
+
 async def test_the_forecast_of_a_lease_reaches_the_fleet_and_that_of_an_offer_the_policy() -> None:
     stage = Stage()
     forecasts = tuple(
