@@ -248,11 +248,11 @@ class GatewaySettings(FrozenSettings):
             if twice:
                 raise ValueError(f"{what} {twice[0]} is listed twice")
         for engine in self.engines if self.agents else ():
-            slot = engine.id.removeprefix(GUEST_ID_PREFIX)
+            name = engine.id.removeprefix(GUEST_ID_PREFIX)
             # Agents name slots later: one of this name would put its guest in the engine's place.
-            if slot not in (engine.id, engine.slot):
+            if name not in (engine.id, engine.slot):
                 raise ValueError(
-                    f"engine {engine.id} has the id of the guest on slot {slot}: give the engine "
+                    f"engine {engine.id} has the id of the guest on slot {name}: give the engine "
                     f"an id that does not begin with {GUEST_ID_PREFIX}"
                 )
         if sum(job.active for job in self.jobs) > 1:
