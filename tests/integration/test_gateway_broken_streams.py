@@ -148,6 +148,39 @@ async def test_a_reply_larger_than_the_gateway_takes_is_refused_and_no_engine_s_
         assert all(each["up"] for each in (await gateway.status())["engines"].values())
 
 
+class SlowLargeReplies(FakeEngine):
+    """Its events have 16 MiB, and end when the test says so."""
+
+    sent = 0
+    goes_on: asyncio.Event
+
+    async def _stream(self, response: web.StreamResponse, *given: Any) -> None:
+        content = [{"token_id": 1, "logprob": -1.0}]
+        choice = {"index": 0, "token_ids": [1], "logprobs": {"content": content}}
+        event = json.dumps({"choices": [choice | {"finish_reason": "length"}]})
+        await response.write(f'data: {event[:-3]}, "routed_experts": "'.encode())
+        for _ in range(256):
+            await response.write(b"x" * (1 << 16))
+        self.sent += 1
+        await self.goes_on.wait()
+        await response.write(b'"}]}\n\n')
+
+
+async def test_most_large_events_wait_at_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of turns may end at once, each with the routed experts of all of its tokens."""
+    monkeypatch.setattr(engine_client, "_MOST_LARGE", 2)
+    engine = SlowLargeReplies(step_s=0.001, epoch=None)
+    engine.goes_on = asyncio.Event()
+    async with gateway_on(engine) as gateway:
+        turns = [asyncio.create_task(gateway.generate(f"t{at}", 1)) for at in range(6)]
+        await gateway.until(lambda: engine.sent == 2)
+        await asyncio.sleep(0.5)
+        assert engine.sent == 2
+        engine.goes_on.set()
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, len(choice["routed_experts"])) == (200, 1 << 24)
+
+
 async def test_a_token_that_no_engine_has_a_log_probability_for_ends_the_turn_in_words() -> None:
     engines = [fake(), fake()]
     async with gateway_on(*engines, timeouts={"stuck_s": 1.0}) as gateway:

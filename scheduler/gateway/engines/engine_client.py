@@ -2,7 +2,14 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, closing
 from itertools import chain
 from typing import Any
@@ -15,6 +22,7 @@ from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.engines import ENGINE_HEADER
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import GENERATE_ROUTE, PromptScores
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engines.engine_connections import ConnectionFailed, StreamedReply
 from scheduler.gateway.engines.engine_control import MESSAGE_CHARS, EngineControl
 from scheduler.gateway.engines.engine_faults import (
@@ -37,6 +45,39 @@ _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 
 
+_MOST_LARGE = 8
+_LARGE_BYTES = 1 << 18
+
+
+class LargeReplies:
+    """Bounds the memory of parts of replies that engines send over many reads: at most
+    `_MOST_LARGE` are beyond `_LARGE_BYTES` at a time. The others wait, and so do their engines,
+    whose connections are read no further. One for all engines."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(_MOST_LARGE)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+        """Gives the call for the reader of one reply: to be awaited with the bytes held so far
+        before each further read."""
+        is_large = False
+
+        async def hold(held_bytes: int) -> None:
+            nonlocal is_large
+            if held_bytes > _LARGE_BYTES and not is_large:
+                await self._room.acquire()
+                is_large = True
+            elif is_large and held_bytes <= _LARGE_BYTES:
+                self._room.release()
+                is_large = False
+
+        try:
+            yield hold
+        finally:
+            await hold(0)
+
+
 class _Scored(msgspec.Struct):
     prompt_logprobs: msgspec.Raw = msgspec.Raw()
     prompt_token_id_logprobs: str | None = None
@@ -49,6 +90,20 @@ _SCORE_BYTES = 128
 
 class EngineClient(EngineControl):
     """An engine as turns use it: its requests go to the weights that its control has loaded."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        connect_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
+        large: LargeReplies | None = None,
+    ) -> None:
+        """`large`: shared by all engines of a process; None: its own. Raises ConfigError for
+        credentials that cannot be used."""
+        super().__init__(session, url, connect_s=connect_s, credentials=credentials)
+        self._large = large or LargeReplies()
 
     async def generate(
         self,
@@ -72,7 +127,7 @@ class EngineClient(EngineControl):
         version) or another EngineLost.
         """
         body = self._body(attempt, request_id, priority, ended)
-        async with self._replying(body, epoch) as reply:
+        async with self._replying(body, epoch) as reply, self._large.reading() as hold:
             stream = EventStream(most_tokens=attempt.tokens_left)
             cut: asyncio.CancelledError | None = None
             finished = False
@@ -82,6 +137,7 @@ class EngineClient(EngineControl):
                     yield from stream.feed(reply.unread())
 
             while not (finished or stream.done):
+                await hold(stream.held_bytes)
                 try:
                     data = await reply.read(wait_s())
                 except asyncio.CancelledError as error:
@@ -132,9 +188,9 @@ class EngineClient(EngineControl):
             "prompt_logprob_start": requested.prompt_logprob_start,
             "extra_args": body["sampling_params"]["extra_args"],
         }
-        async with self._replying(body, epoch) as reply:
+        async with self._replying(body, epoch) as reply, self._large.reading() as hold:
             most_bytes = MAX_EVENT_BYTES + scores * _SCORE_BYTES
-            raw = await reply.read_most(most_bytes + 1)
+            raw = await reply.read_most(most_bytes + 1, hold)
             if len(raw) > most_bytes:
                 raise too_large("a prompt's scores", most_bytes)
             try:

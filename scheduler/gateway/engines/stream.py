@@ -183,6 +183,11 @@ class EventStream:
         self._most_tokens = most_tokens
         self.done = False
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an event that is not whole yet."""
+        return len(self._left)
+
     def feed(self, data: bytes) -> Iterator[EngineChunk]:
         """Raises PeerProtocolError for bytes that are no stream of chunks, RequestRefused for an
         event that is too large."""
