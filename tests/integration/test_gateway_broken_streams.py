@@ -90,11 +90,50 @@ async def test_the_log_probability_of_another_token_or_of_none_reaches_no_reply(
         assert gateway.scheduler.ledgers["job"].counters.retried == 1
 
 
+class CrossedReplies(FakeEngine):
+    """Answers some requests with the reply to another one. `names`: whether its replies have their
+    requests' ids, as they have none behind a proxy that gives requests its own."""
+
+    names = True
+    crossed = 0
+
+    async def _stream(
+        self, response: web.StreamResponse, request_id: str, token_ids: list[int], *given: Any
+    ) -> None:
+        if self.crossed:
+            self.crossed, request_id, token_ids = self.crossed - 1, "another.1", [9, 9]
+        await super()._stream(response, request_id if self.names else "own", token_ids, *given)
+
+
+async def test_the_reply_to_another_request_is_no_part_of_a_turn() -> None:
+    engine = CrossedReplies(step_s=0.001, epoch=None)
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        for name in ("t0", "t1"):
+            status, choice = await gateway.generate(name, 20)
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+            engine.crossed = 1
+        assert gateway.scheduler.ledgers["job"].counters.retried == 1
+        assert (await gateway.status())["engines"]["e0"]["up"]
+
+
+async def test_replies_need_no_request_s_id_where_none_has_one() -> None:
+    engine = CrossedReplies(step_s=0.001, epoch=None)
+    engine.names = False
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        for name in ("t0", "t1"):
+            status, choice = await gateway.generate(name, 20)
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+
+
 class ShortScores(FakeEngine):
     """Scores a part of the first prompt."""
 
-    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
-        return super().score(token_ids[: None if self.scored else -1], sampling)
+    def score(
+        self, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> web.Response:
+        return super().score(request_id, token_ids[: None if self.scored else -1], sampling)
 
 
 async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
@@ -114,8 +153,10 @@ async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
 class LargeReplies(FakeEngine):
     """Its routed experts, or its scores, are larger than the gateway takes."""
 
-    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
-        reply = super().score(token_ids, sampling)
+    def score(
+        self, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> web.Response:
+        reply = super().score(request_id, token_ids, sampling)
         self.scored += 1
         return web.json_response({**json.loads(reply.text or ""), "routed_experts": "x" * LARGE})
 

@@ -41,6 +41,9 @@ from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.policy.attempt import Attempt
 
 _ENCODER = msgspec.json.Encoder()
+_ID_PREFIX = "generate-tokens-"
+"""vLLM's, before the id of a request. Whole replies of some releases have an id without it, which
+is no request's."""
 _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 
@@ -79,6 +82,7 @@ class LargeReplies:
 
 
 class _Scored(msgspec.Struct):
+    request_id: str = ""
     prompt_logprobs: msgspec.Raw = msgspec.Raw()
     prompt_token_id_logprobs: str | None = None
 
@@ -104,6 +108,13 @@ class EngineClient(EngineControl):
         credentials that cannot be used."""
         super().__init__(session, url, connect_s=connect_s, credentials=credentials)
         self._large = large or LargeReplies()
+        self._names_requests = False
+        """Whether a reply had its request's id: then each one must. Where a proxy in between gives
+        requests ids of its own, none has."""
+
+    def forget(self) -> None:
+        super().forget()
+        self._names_requests = False
 
     async def generate(
         self,
@@ -149,6 +160,7 @@ class EngineClient(EngineControl):
                     for at, chunk in enumerate(chain(stream.feed(data), unread()), start=1):
                         if fault := chunk.fault:
                             raise refusal(chunk.fault_status, fault)
+                        self._check_request(chunk.request_id, body["request_id"])
                         for choice in chunk.choices:
                             yield choice
                             finished |= choice.finish_reason is not None
@@ -199,6 +211,7 @@ class EngineClient(EngineControl):
                 rows = _ROWS.decode(values or b"null")
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable scores: {error}") from error
+            self._check_request(scored.request_id, body["request_id"])
             prompt = len(attempt.token_ids)
             if rows is not None and len(rows) != prompt:
                 raise PeerProtocolError(f"scores of {len(rows)} tokens, the prompt has {prompt}")
@@ -245,6 +258,14 @@ class EngineClient(EngineControl):
             raise EngineLost(f"{type(error).__name__}: {error}") from error
         except PeerProtocolError as error:
             raise EngineLost(str(error)) from error
+
+    def _check_request(self, reported: str, request_id: str) -> None:
+        """Raises EngineLost for the reply to another request, as a proxy gives that sends one
+        twice: its tokens and log-probabilities would agree with each other."""
+        if reported == _ID_PREFIX + request_id:
+            self._names_requests = True
+        elif self._names_requests and reported.startswith(_ID_PREFIX):
+            raise EngineLost(f"protocol: a reply to request {reported[:MESSAGE_CHARS]!r}")
 
     async def _check_identity(self, reply: StreamedReply) -> None:
         """A stock engine's start time is read after its reply has begun: if it is unchanged since
