@@ -269,6 +269,13 @@ class EngineConnections:
             raise
         return reply
 
+    async def addresses(self) -> list[str]:
+        """Host and port, by number. Raises ConnectionError if the host is not known."""
+        try:
+            return [f"{at[0]}:{at[1]}" for *_, at in await self._looked_up()]
+        except OSError as error:
+            raise ConnectionError(f"{self.url}: {error}") from error
+
     def close(self) -> None:
         """Closes idle connections now and the others once they become idle."""
         self._closed = True
