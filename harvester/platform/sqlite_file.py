@@ -39,8 +39,8 @@ def open_database(
         (damage,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if damage != "ok":
             raise ConfigError(
-                f"state file {where} is damaged: put a whole copy in its place, or move it away, "
-                "and what it held is forgotten"
+                f"state file {where} is damaged: put a whole copy in its place; "
+                "without the file this process begins with no state"
             )
         db.executescript(schema)
         if found != version:  # Writing it again takes room, which a full disk has not.
