@@ -6,6 +6,8 @@ Names carry this process's id, so that two runs do not meet.
 import ctypes
 import os
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -110,3 +112,12 @@ def _ip(*arguments: str) -> None:
 
 def _output(*command: str) -> None:
     subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def cut_off(caller: socket.socket) -> None:
+    """No packet reaches the caller any more, and it acknowledges none."""
+    so_attach_filter, drop_all = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
+    program = ctypes.create_string_buffer(drop_all)
+    caller.setsockopt(
+        socket.SOL_SOCKET, so_attach_filter, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    )

@@ -21,7 +21,7 @@ def open_database(
     `threads`: used by several threads, by one of them at a time.
 
     `schema` creates missing tables. `lock_s`: longest wait for another process's lock. Raises
-    ConfigError if the file is locked, no database or of another version.
+    ConfigError if the file is locked, no database, damaged or of another version.
     """
     where = ":memory:" if path is None else str(path)
     try:
@@ -35,6 +35,13 @@ def open_database(
         (found,) = db.execute("PRAGMA user_version").fetchone()
         if found not in (0, version):
             raise ConfigError(f"{where} has schema {found}; this version knows {version}")
+        # A damaged page may read as a table without rows, or fail at a later read.
+        (damage,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if damage != "ok":
+            raise ConfigError(
+                f"state file {where} is damaged: put a whole copy in its place; "
+                "without the file this process begins with no state"
+            )
         db.executescript(schema)
         if found != version:  # Writing it again takes room, which a full disk has not.
             db.execute(f"PRAGMA user_version={version}")

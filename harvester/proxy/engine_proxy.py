@@ -6,8 +6,6 @@ closed at once, so that vLLM aborts the request; when the engine breaks a reply,
 
 import asyncio
 import errno
-import socket
-import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +28,7 @@ from harvester.platform.http_kit import (
     stop_event,
     whole_body,
 )
+from harvester.platform.keep_alive import end_unreachable
 from harvester.platform.logs import begin_log
 from harvester.platform.openapi_document import DOCUMENT, serve_routes
 from harvester.platform.route_table import Callers, Route
@@ -52,15 +51,6 @@ _KEEPALIVE_S = 2.0
 """Shorter than the 5 s after which vLLM closes an idle connection."""
 _UNREACHABLE_S = 10.0
 """A caller that acknowledges nothing for this long has gone: its machine was cut off."""
-_KEPT_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
-"""Finds a caller that has gone while its engine is silent, after 10 s."""
-_TCP_INFO = struct.Struct("2xBB52xI")
-"""Unanswered retransmissions and probes, and milliseconds since the last acknowledgement."""
 
 Accepts = Callable[[str], bool]
 
@@ -175,7 +165,7 @@ class EngineProxy:
         self, request: web.Request, body: bytes, *, once: bool
     ) -> web.StreamResponse:
         """`once`: over a separate connection, because vLLM drops a connection after an error."""
-        watch = asyncio.create_task(_end_unreachable(request.transport))
+        watch = asyncio.create_task(end_unreachable(request.transport, within_s=_UNREACHABLE_S))
         headers = _passed(request.headers, REQUEST_HEADERS) | {hdrs.ACCEPT_ENCODING: "identity"}
         if once:
             headers[hdrs.CONNECTION] = "close"
@@ -213,28 +203,6 @@ class EngineProxy:
 
 def _passed(headers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     return {name: headers[name] for name in names if name in headers}
-
-
-async def _end_unreachable(transport: asyncio.Transport | None) -> None:
-    """Ends the connection of a caller whose machine was cut off, so that its request is aborted.
-
-    TCP sends no keep-alive probe while a stream's bytes are unacknowledged, and gives up after some
-    15 minutes. TCP_USER_TIMEOUT would also end a caller that lives and reads nothing for a while:
-    its machine answers the probes of its closed window."""
-    connection = transport.get_extra_info("socket") if transport is not None else None
-    if transport is None or connection is None or transport.is_closing():
-        return
-    for option in _KEPT_ALIVE:
-        connection.setsockopt(*option)
-    while True:
-        await asyncio.sleep(_UNREACHABLE_S / 4)
-        if transport.is_closing():
-            return
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        retransmissions, probes, silent_ms = _TCP_INFO.unpack(info)
-        # The first may have been sent at this moment, after a pause of minutes between probes.
-        if max(retransmissions, probes) > 1 and silent_ms >= 1000 * _UNREACHABLE_S:
-            transport.abort()
 
 
 async def run_proxy(settings: ProxySettings, *, started: Callable[[str], None]) -> None:

@@ -24,9 +24,9 @@ from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.platform.backoff import Backoff, RetryLimits
 from harvester.platform.blocking_peer import base_url
 from harvester.platform.http_kit import PASSING, HttpRefusal, posted, raise_descriptor_limit
+from harvester.platform.keep_alive import keep_alive
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
-from scheduler.gateway.pressure import keep_alive
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -286,6 +286,8 @@ class EngineFleet:
             if not member.is_described:
                 guest_of = member.lease.slot if member.lease is not None else None
                 member.description = await member.client.describe(guest_of)
+                if fault := self.registry.twin_of(member):
+                    raise EngineLost(fault)
                 member.is_described = True
                 if FIRST_CORE_FEATURE in member.description.features:
                     _log.warning(_FIRST_CORE, effect.engine)

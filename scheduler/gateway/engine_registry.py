@@ -103,6 +103,15 @@ class EngineRegistry:
         member.clashes = member.clashes or bool(fault)
         return fault
 
+    def twin_of(self, member: FleetMember) -> str:
+        """Why an engine that was just described is another one under a second URL; "" if it is not.
+        An update of the one would change weights under the turns of the other."""
+        for engine, other in self.members.items():
+            twin = other is not member and other.is_described
+            if twin and not member.client.process.isdisjoint(other.client.process):
+                return f"it is the process of engine {engine}: list it once, with one URL"
+        return ""
+
     def _serving(self, members: Iterable[FleetMember]) -> dict[EngineDescription, EngineId]:
         """The first serving engine of each description. Engines are mostly alike, and each request
         with a model's name compares the slots, of which there may be hundreds, with all of them."""

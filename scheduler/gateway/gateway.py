@@ -32,6 +32,7 @@ from harvester.platform.http_kit import (
     json_reply,
     whole_body,
 )
+from harvester.platform.keep_alive import keep_alive
 from harvester.platform.openapi_document import serve_routes
 from harvester.platform.route_table import Callers, Route, metrics_route, routes_of
 from harvester.platform.tenant_shares import Pressure, TenantShares
@@ -59,7 +60,7 @@ from scheduler.gateway.job_turns import IdInUse, TurnRefused
 from scheduler.gateway.loop_share import LoopEntry
 from scheduler.gateway.openapi import NEW_VERSION, RETRIED, SHOWN
 from scheduler.gateway.policy.versions_events import VersionPublished
-from scheduler.gateway.pressure import HELD_BODY, check_values, connection_room, keep_alive
+from scheduler.gateway.pressure import HELD_BODY, check_values, connection_room
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 

@@ -10,10 +10,11 @@ its clients get them.
 
 import asyncio
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -33,6 +34,8 @@ from scheduler.gateway.requests import ContextSampling
 from scheduler.gateway.turn_runner import TurnRunner
 
 Listen = Callable[[Turn], Callable[[], None]]
+_Name = tuple[bool, str]
+"""Whether it is an id, and not a session's name; the name."""
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.GONE: 410,
@@ -84,12 +87,10 @@ class _Open:
         for listener in self.listeners:
             listener()
 
-    def is_named(self, ids: Collection[str] | None, session: TrajectoryId | None) -> bool:
-        names = {self.turn.request.request_id, self.part_of.request}
-        return (ids is None or not names.isdisjoint(ids)) and session in (
-            None,
-            self.part_of.session,
-        )
+    @property
+    def names(self) -> "set[_Name]":
+        ids = {self.turn.request.request_id, self.part_of.request}
+        return {(True, each) for each in ids} | {(False, self.part_of.session)}
 
 
 class JobTurns:
@@ -125,6 +126,9 @@ class JobTurns:
         self._metrics = metrics
         self._rejoin_s = rejoin_s
         self._open: dict[str, _Open] = {}
+        self._named: defaultdict[_Name, dict[_Open, None]] = defaultdict(dict)
+        """Open turns by each name under which they may be aborted: a job ends thousands of turns
+        and sessions one by one."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open or turn_key(self._job, request_id) in self._answered
@@ -233,9 +237,7 @@ class JobTurns:
         Without both, all turns. `fault`: why, where the job did not request it.
         """
         ending = []
-        for held in self._open.values():
-            if not held.is_named(ids, session):
-                continue
+        for held in self._found(ids, session):
             if ids is None or held.part_of.request in ids:
                 held.part_of.aborted = fault
             if held.task and not held.task.done():
@@ -245,6 +247,13 @@ class JobTurns:
         if ending:
             await asyncio.wait(ending)
         return len(ending)
+
+    def _found(self, ids: Collection[str] | None, session: TrajectoryId | None) -> Iterable[_Open]:
+        if ids is None and session is None:
+            return tuple(self._open.values())
+        names = [(False, session or "")] if ids is None else [(True, each) for each in ids]
+        found = dict.fromkeys(chain.from_iterable(self._named.get(name, ()) for name in names))
+        return [held for held in found if session in (None, held.part_of.session)]
 
     async def close(self) -> None:
         """Delivers ended turns to their clients, then closes all turns."""
@@ -258,6 +267,8 @@ class JobTurns:
         turn = self._ledger.open(request, trajectory=trajectory, newest=newest)
         assert turn is not None, "every open turn is held here"
         held = self._open[request.request_id] = _Open(turn, part_of)
+        for name in held.names:
+            self._named[name][held] = None
         held.task = asyncio.create_task(self._runner.run(turn, held.hear))
         held.task.add_done_callback(lambda task: self._ended(held, task))
         if part_of.aborted is not None:
@@ -329,8 +340,13 @@ class JobTurns:
             asyncio.get_running_loop().call_soon(self._forget, held)
 
     def _forget(self, held: _Open) -> None:
-        if self._open.get(held.turn.request.request_id) is held:
-            del self._open[held.turn.request.request_id]
+        if self._open.get(held.turn.request.request_id) is not held:
+            return
+        del self._open[held.turn.request.request_id]
+        for name in held.names:
+            del self._named[name][held]
+            if not self._named[name]:
+                del self._named[name]
 
     async def _cancel(self, held: _Open) -> None:
         assert held.task is not None

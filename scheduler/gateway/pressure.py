@@ -10,9 +10,8 @@ million ids take 60 ms. Arrays, objects and members cost 20 times as much, so th
 """
 
 import asyncio
-import socket
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -24,28 +23,6 @@ _OWN_DESCRIPTORS = 64
 """Files, probes of engines and agents, scrapes, and clients that are being refused."""
 HELD_BODY: Final = web.RequestKey("held_body", ExitStack)
 """Count of a request's body: closed with its reply, unless its handler takes it over."""
-
-KEPT_ALIVE = tuple(
-    (level, getattr(socket, option), value)
-    for level, option, value in (
-        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 30),
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
-        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-    )
-    if hasattr(socket, option)  # macOS, where clients may run, lacks some.
-)
-"""Finds within a minute, on either side, that the other one has gone without a packet: its machine
-was cut off or restarted, or a balancer dropped a connection on which a turn waits for long.
-
-No TCP_USER_TIMEOUT: it would find the same of a stream, but also end one whose client lives and
-reads nothing for a while, as a trainer's event loop does in a training step."""
-
-
-def keep_alive(connection: Any) -> Any:
-    for option in KEPT_ALIVE if connection is not None else ():
-        connection.setsockopt(*option)
-    return connection
 
 
 async def check_values(body: bytes) -> None:

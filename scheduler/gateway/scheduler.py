@@ -24,7 +24,7 @@ from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.engine_registry import EngineRegistry
-from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_client import EngineClient, LargeReplies
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.job_pauses import JobPauses
@@ -61,7 +61,9 @@ class Scheduler:
         self._tasks: list[asyncio.Future[None]] = []
         self._policy_fault: asyncio.Future[None] | None = None
         times, self.wake = settings.timeouts, asyncio.Event()
-        self.engine_client = partial(EngineClient, session, connect_s=times.connect_s)
+        self.engine_client = partial(
+            EngineClient, session, connect_s=times.connect_s, large=LargeReplies()
+        )
         self.metrics, self.blame = metrics, blame = GatewayMetrics(), RequestBlame()
         self.jobs = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}

@@ -34,6 +34,8 @@ Url = Annotated[
     str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$"), AfterValidator(_with_a_port)
 ]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+GUEST_ID_PREFIX = "guest."
+"""A guest without an entry of its own in `engines` has this and its slot's name as its id."""
 _FOLLOWED = ("answers", "max_open_bytes", "routing")
 """Fields that a running gateway takes over as they are: tenants' shares, queue and answers."""
 
@@ -245,6 +247,14 @@ class GatewaySettings(FrozenSettings):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]} is listed twice")
+        for engine in self.engines if self.agents else ():
+            name = engine.id.removeprefix(GUEST_ID_PREFIX)
+            # Agents name slots later: one of this name would put its guest in the engine's place.
+            if name not in (engine.id, engine.slot):
+                raise ValueError(
+                    f"engine {engine.id} has the id of the guest on slot {name}: give the engine "
+                    f"an id that does not begin with {GUEST_ID_PREFIX}"
+                )
         if sum(job.active for job in self.jobs) > 1:
             raise ValueError("only one job can be active")
         if taken := {job.tenant for job in self.jobs} & {OPERATOR, OBSERVER}:

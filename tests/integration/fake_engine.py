@@ -319,7 +319,7 @@ class FakeEngine:
         if sampling["max_tokens"] < 1:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         if not body.get("stream"):
-            return self.stamped(self.score(token_ids, sampling))
+            return self.stamped(self.score(body["request_id"], token_ids, sampling))
         if len(token_ids) >= self.context:
             message = f"prompt of {len(token_ids)} tokens, max_model_len {self.context}"
             return web.json_response({"error": {"message": message}}, status=400)
@@ -345,7 +345,9 @@ class FakeEngine:
             self.open -= 1
         return response
 
-    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
+    def score(
+        self, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> web.Response:
         """The one whole reply that a gateway asks for: the prompt's log-probabilities."""
         self.scored += 1
         if sampling.get("prompt_logprobs") is None:
@@ -356,7 +358,11 @@ class FakeEngine:
         ]
         choice = {"index": 0, "token_ids": [0], "finish_reason": "length"}
         return web.json_response(
-            {"request_id": "r", "choices": [choice], "prompt_logprobs": [None, *scores]}
+            {
+                "request_id": f"generate-tokens-{request_id}",
+                "choices": [choice],
+                "prompt_logprobs": [None, *scores],
+            }
         )
 
     async def _stream(

@@ -1,10 +1,8 @@
 """The engine proxy in front of a fake engine: what passes, what does not, and how requests end."""
 
 import asyncio
-import ctypes
 import json
 import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from aiohttp import web
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
+from harvester.platform.keep_alive import end_unreachable
 from harvester.platform.tls import ServerTls
 from harvester.proxy import engine_proxy
 from harvester.proxy.engine_proxy import EngineProxy, ProxySettings
@@ -23,6 +22,7 @@ from harvester.proxy.routes import ROUTES
 from tests.certificates import token_file
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
+from tests.machines import cut_off
 
 CONTROL, DATA = "c" * 20, "d" * 20
 
@@ -254,15 +254,6 @@ class Streams:
                 yield caller
 
 
-def cut_off(caller: socket.socket) -> None:
-    """No packet reaches the caller any more, and it acknowledges none."""
-    so_attach_filter, drop_all = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
-    program = ctypes.create_string_buffer(drop_all)
-    caller.setsockopt(
-        socket.SOL_SOCKET, so_attach_filter, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
-    )
-
-
 async def test_a_caller_that_lives_may_leave_its_stream_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,7 +293,7 @@ async def test_the_watch_over_a_caller_that_has_just_gone_ends_without_an_error(
         transport.abort()
         await asyncio.sleep(0.01)
         assert transport.get_extra_info("socket").fileno() < 0
-        await engine_proxy._end_unreachable(cast(asyncio.Transport, transport))
+        await end_unreachable(cast(asyncio.Transport, transport))
         caller.close()
 
 

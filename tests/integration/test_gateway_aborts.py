@@ -1,13 +1,19 @@
 """A job ends its turns and trajectories before their time."""
 
 import asyncio
+import json
+import socket
+from functools import partial
 from typing import Any
 
 import pytest
 
 from harvester.contracts.ids import JobId
+from harvester.platform.keep_alive import end_unreachable
+from scheduler.gateway.dialects import event_stream
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
+from tests.machines import cut_off
 
 ENDLESS = 100_000
 
@@ -163,3 +169,24 @@ async def test_the_end_of_a_trajectory_aborts_what_is_open_and_frees_its_prefix(
             for ended in extra.get("rosemux_ended_trajectories", ())
         ]
         assert told == ["job/episode"], "the engine that had the prefix hears of its end once"
+
+
+async def test_a_client_that_is_cut_off_in_its_stream_frees_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TCP alone gives up after 15 minutes, and probes no connection with bytes on their way."""
+    monkeypatch.setattr(event_stream, "end_unreachable", partial(end_unreachable, within_s=1.0))
+    loop, fake = asyncio.get_running_loop(), engine()
+    sampling = {"max_tokens": ENDLESS, "seed": 1}
+    asked = {"token_ids": PROMPT, "stream": True, "sampling_params": sampling}
+    body = json.dumps(asked).encode()
+    head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with gateway_on(fake, timeouts={"rejoin_s": 0.1}) as gateway, asyncio.timeout(20):
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", int(gateway.url.rpartition(":")[2])))
+            await loop.sock_sendall(client, head.encode() + body)
+            assert await loop.sock_recv(client, 100)
+            cut_off(client)
+            await gateway.until(lambda: fake.aborted == 1, timeout_s=20)
+            assert not gateway.scheduler.ledgers[JobId("job")].turns()

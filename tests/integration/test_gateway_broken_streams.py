@@ -90,11 +90,50 @@ async def test_the_log_probability_of_another_token_or_of_none_reaches_no_reply(
         assert gateway.scheduler.ledgers["job"].counters.retried == 1
 
 
+class CrossedReplies(FakeEngine):
+    """Answers some requests with the reply to another one. `names`: whether its replies have their
+    requests' ids, as they have none behind a proxy that gives requests its own."""
+
+    names = True
+    crossed = 0
+
+    async def _stream(
+        self, response: web.StreamResponse, request_id: str, token_ids: list[int], *given: Any
+    ) -> None:
+        if self.crossed:
+            self.crossed, request_id, token_ids = self.crossed - 1, "another.1", [9, 9]
+        await super()._stream(response, request_id if self.names else "own", token_ids, *given)
+
+
+async def test_the_reply_to_another_request_is_no_part_of_a_turn() -> None:
+    engine = CrossedReplies(step_s=0.001, epoch=None)
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        for name in ("t0", "t1"):
+            status, choice = await gateway.generate(name, 20)
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+            engine.crossed = 1
+        assert gateway.scheduler.ledgers["job"].counters.retried == 1
+        assert (await gateway.status())["engines"]["e0"]["up"]
+
+
+async def test_replies_need_no_request_s_id_where_none_has_one() -> None:
+    engine = CrossedReplies(step_s=0.001, epoch=None)
+    engine.names = False
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        for name in ("t0", "t1"):
+            status, choice = await gateway.generate(name, 20)
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+
+
 class ShortScores(FakeEngine):
     """Scores a part of the first prompt."""
 
-    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
-        return super().score(token_ids[: None if self.scored else -1], sampling)
+    def score(
+        self, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> web.Response:
+        return super().score(request_id, token_ids[: None if self.scored else -1], sampling)
 
 
 async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
@@ -114,8 +153,10 @@ async def test_the_scores_of_another_prompt_reach_no_reply() -> None:
 class LargeReplies(FakeEngine):
     """Its routed experts, or its scores, are larger than the gateway takes."""
 
-    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
-        reply = super().score(token_ids, sampling)
+    def score(
+        self, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> web.Response:
+        reply = super().score(request_id, token_ids, sampling)
         self.scored += 1
         return web.json_response({**json.loads(reply.text or ""), "routed_experts": "x" * LARGE})
 
@@ -146,6 +187,39 @@ async def test_a_reply_larger_than_the_gateway_takes_is_refused_and_no_engine_s_
             assert (status, "request fewer" in reply["error"]["message"]) == (400, True)
         assert sum(engine.streamed + engine.scored // 2 for engine in engines) == 5
         assert all(each["up"] for each in (await gateway.status())["engines"].values())
+
+
+class SlowLargeReplies(FakeEngine):
+    """Its events have 16 MiB, and end when the test says so."""
+
+    sent = 0
+    goes_on: asyncio.Event
+
+    async def _stream(self, response: web.StreamResponse, *given: Any) -> None:
+        content = [{"token_id": 1, "logprob": -1.0}]
+        choice = {"index": 0, "token_ids": [1], "logprobs": {"content": content}}
+        event = json.dumps({"choices": [choice | {"finish_reason": "length"}]})
+        await response.write(f'data: {event[:-3]}, "routed_experts": "'.encode())
+        for _ in range(256):
+            await response.write(b"x" * (1 << 16))
+        self.sent += 1
+        await self.goes_on.wait()
+        await response.write(b'"}]}\n\n')
+
+
+async def test_most_large_events_wait_at_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of turns may end at once, each with the routed experts of all of its tokens."""
+    monkeypatch.setattr(engine_client, "_MOST_LARGE", 2)
+    engine = SlowLargeReplies(step_s=0.001, epoch=None)
+    engine.goes_on = asyncio.Event()
+    async with gateway_on(engine) as gateway:
+        turns = [asyncio.create_task(gateway.generate(f"t{at}", 1)) for at in range(6)]
+        await gateway.until(lambda: engine.sent == 2)
+        await asyncio.sleep(0.5)
+        assert engine.sent == 2
+        engine.goes_on.set()
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, len(choice["routed_experts"])) == (200, 1 << 24)
 
 
 async def test_a_token_that_no_engine_has_a_log_probability_for_ends_the_turn_in_words() -> None:

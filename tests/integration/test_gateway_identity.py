@@ -6,7 +6,13 @@ import pytest
 
 from scheduler.gateway.engines.engine_client import EngineClient
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
+from tests.integration.gateway_in_process import (
+    PROMPT,
+    GatewayInProcess,
+    Site,
+    continued,
+    gateway_on,
+)
 
 SWITCH = (
     "/pause",
@@ -46,6 +52,24 @@ def assert_true_to_its_spans(choice: dict, prompt: list[int] = PROMPT) -> None:
         expected = continued(said, count, version=span["version"])
         assert choice["token_ids"][span["start"] : span["end"]] == expected, span
         said += expected
+
+
+@pytest.mark.parametrize("stock", [True, False])
+async def test_an_engine_under_two_urls_is_one_engine(stock: bool) -> None:
+    """An update under the one changed the weights under the turns of the other: 300 tokens of
+    version 2 as tokens of version 1, where the engine's replies do not show it."""
+    engine, site = fake(stock=stock), Site()
+    await site.serve(engine.app())
+    urls = site.url, site.url.replace("127.0.0.1", "localhost")
+    async with gateway_on(*urls, versions={"retry_s": 0.1}) as gateway:
+        await until(gateway, "e0", "serving")
+        await until(gateway, "e1", "failed")
+        fault = (await gateway.status())["engines"]["e1"]["fault"]
+        assert fault == "it is the process of engine e0: list it once, with one URL"
+        turns = [asyncio.create_task(gateway.generate(f"t{at}", 9)) for at in range(12)]
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, {span["engine"] for span in choice["spans"]}) == (200, {"e0"})
+    await site.close()
 
 
 @pytest.mark.parametrize("identity", ["a1\r\nX-Other: 1.0", "\u00e9.0", "a" * 300 + ".0"])

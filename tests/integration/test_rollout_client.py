@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ import scheduler
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
+from harvester.platform.keep_alive import keep_alive
 from scheduler import AsyncRolloutClient, RolloutClient
-from scheduler.client import rollout_client
+from scheduler.client import gateway_connection, rollout_client
 from scheduler.client.gateway_watch import GatewayWatch
-from scheduler.gateway import pressure
 from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
@@ -335,8 +336,8 @@ async def test_a_turn_whose_connection_the_other_side_has_forgotten_is_joined_ag
 ) -> None:
     """As after a gateway's machine was started anew, or a balancer dropped an idle connection: no
     packet says so, and the gateway answers its probes."""
-    soon = [(level, name, 1) for level, name, _ in pressure.KEPT_ALIVE]
-    monkeypatch.setattr(pressure, "KEPT_ALIVE", soon)
+    soon = partial(keep_alive, within_s=4.0)
+    monkeypatch.setattr(gateway_connection, "keep_alive", soon)
     calls: list[web.Request] = []
 
     @web.middleware

@@ -12,7 +12,7 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import SlotOffer, SlotOffers, SlotState
 from harvester.platform.tls import Credentials
 from scheduler.gateway.capacity.agent_client import AgentClient
-from scheduler.gateway.settings import EngineSettings
+from scheduler.gateway.settings import GUEST_ID_PREFIX, EngineSettings
 from scheduler.model import Engine, EngineKind
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class AgentOffers:
 
     def guest_id(self, slot: SlotId) -> EngineId:
         settings = self._guests.get(slot)
-        return EngineId(settings.id if settings else f"guest.{slot}")
+        return EngineId(settings.id if settings else f"{GUEST_ID_PREFIX}{slot}")
 
     def guest(self, offer: SlotOffer) -> Engine:
         """The guest on an offered slot. Raises PeerProtocolError for a slot's invalid name."""

@@ -1,5 +1,6 @@
 """Replies as server-sent events."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -7,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import RoseMuxError
+from harvester.platform.keep_alive import end_unreachable
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -28,13 +30,17 @@ class EventSender:
 async def event_stream(request: web.Request) -> AsyncIterator[EventSender]:
     """Ends the stream by `[DONE]`, or by an error event where a fault comes after the start."""
     send = EventSender(request)
+    watch = asyncio.create_task(end_unreachable(request.transport))
     try:
-        yield send
-    except (RoseMuxError, web.HTTPException) as error:
+        try:
+            yield send
+        except (RoseMuxError, web.HTTPException) as error:
+            if not send.response.prepared:
+                raise
+            await send({"error": {"message": str(error), "code": getattr(error, "status", 500)}})
         if not send.response.prepared:
-            raise
-        await send({"error": {"message": str(error), "code": getattr(error, "status", 500)}})
-    if not send.response.prepared:
-        await send.response.prepare(request)
-    await send.response.write(b"data: [DONE]\n\n")
-    await send.response.write_eof()
+            await send.response.prepare(request)
+        await send.response.write(b"data: [DONE]\n\n")
+        await send.response.write_eof()
+    finally:
+        watch.cancel()

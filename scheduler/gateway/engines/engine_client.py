@@ -2,7 +2,14 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, closing
 from itertools import chain
 from typing import Any
@@ -15,6 +22,7 @@ from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.engines import ENGINE_HEADER
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import GENERATE_ROUTE, PromptScores
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engines.engine_connections import ConnectionFailed, StreamedReply
 from scheduler.gateway.engines.engine_control import MESSAGE_CHARS, EngineControl
 from scheduler.gateway.engines.engine_faults import (
@@ -33,11 +41,48 @@ from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.policy.attempt import Attempt
 
 _ENCODER = msgspec.json.Encoder()
+_ID_PREFIX = "generate-tokens-"
+"""vLLM's, before the id of a request. Whole replies of some releases have an id without it, which
+is no request's."""
 _DRAIN_S = 1.0
 """Longest wait for the rest of a finished stream, in s: its connection can then be used again."""
 
 
+_MOST_LARGE = 8
+_LARGE_BYTES = 1 << 18
+
+
+class LargeReplies:
+    """Bounds the memory of parts of replies that engines send over many reads: at most
+    `_MOST_LARGE` are beyond `_LARGE_BYTES` at a time. The others wait, and so do their engines,
+    whose connections are read no further. One for all engines."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(_MOST_LARGE)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+        """Gives the call for the reader of one reply: to be awaited with the bytes held so far
+        before each further read."""
+        is_large = False
+
+        async def hold(held_bytes: int) -> None:
+            nonlocal is_large
+            if held_bytes > _LARGE_BYTES and not is_large:
+                await self._room.acquire()
+                is_large = True
+            elif is_large and held_bytes <= _LARGE_BYTES:
+                self._room.release()
+                is_large = False
+
+        try:
+            yield hold
+        finally:
+            await hold(0)
+
+
 class _Scored(msgspec.Struct):
+    request_id: str = ""
     prompt_logprobs: msgspec.Raw = msgspec.Raw()
     prompt_token_id_logprobs: str | None = None
 
@@ -49,6 +94,27 @@ _SCORE_BYTES = 128
 
 class EngineClient(EngineControl):
     """An engine as turns use it: its requests go to the weights that its control has loaded."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        connect_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
+        large: LargeReplies | None = None,
+    ) -> None:
+        """`large`: shared by all engines of a process; None: its own. Raises ConfigError for
+        credentials that cannot be used."""
+        super().__init__(session, url, connect_s=connect_s, credentials=credentials)
+        self._large = large or LargeReplies()
+        self._names_requests = False
+        """Whether a reply had its request's id: then each one must. Where a proxy in between gives
+        requests ids of its own, none has."""
+
+    def forget(self) -> None:
+        super().forget()
+        self._names_requests = False
 
     async def generate(
         self,
@@ -72,7 +138,7 @@ class EngineClient(EngineControl):
         version) or another EngineLost.
         """
         body = self._body(attempt, request_id, priority, ended)
-        async with self._replying(body, epoch) as reply:
+        async with self._replying(body, epoch) as reply, self._large.reading() as hold:
             stream = EventStream(most_tokens=attempt.tokens_left)
             cut: asyncio.CancelledError | None = None
             finished = False
@@ -82,6 +148,7 @@ class EngineClient(EngineControl):
                     yield from stream.feed(reply.unread())
 
             while not (finished or stream.done):
+                await hold(stream.held_bytes)
                 try:
                     data = await reply.read(wait_s())
                 except asyncio.CancelledError as error:
@@ -93,6 +160,7 @@ class EngineClient(EngineControl):
                     for at, chunk in enumerate(chain(stream.feed(data), unread()), start=1):
                         if fault := chunk.fault:
                             raise refusal(chunk.fault_status, fault)
+                        self._check_request(chunk.request_id, body["request_id"])
                         for choice in chunk.choices:
                             yield choice
                             finished |= choice.finish_reason is not None
@@ -132,9 +200,9 @@ class EngineClient(EngineControl):
             "prompt_logprob_start": requested.prompt_logprob_start,
             "extra_args": body["sampling_params"]["extra_args"],
         }
-        async with self._replying(body, epoch) as reply:
+        async with self._replying(body, epoch) as reply, self._large.reading() as hold:
             most_bytes = MAX_EVENT_BYTES + scores * _SCORE_BYTES
-            raw = await reply.read_most(most_bytes + 1)
+            raw = await reply.read_most(most_bytes + 1, hold)
             if len(raw) > most_bytes:
                 raise too_large("a prompt's scores", most_bytes)
             try:
@@ -143,6 +211,7 @@ class EngineClient(EngineControl):
                 rows = _ROWS.decode(values or b"null")
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable scores: {error}") from error
+            self._check_request(scored.request_id, body["request_id"])
             prompt = len(attempt.token_ids)
             if rows is not None and len(rows) != prompt:
                 raise PeerProtocolError(f"scores of {len(rows)} tokens, the prompt has {prompt}")
@@ -189,6 +258,14 @@ class EngineClient(EngineControl):
             raise EngineLost(f"{type(error).__name__}: {error}") from error
         except PeerProtocolError as error:
             raise EngineLost(str(error)) from error
+
+    def _check_request(self, reported: str, request_id: str) -> None:
+        """Raises EngineLost for the reply to another request, as a proxy gives that sends one
+        twice: its tokens and log-probabilities would agree with each other."""
+        if reported == _ID_PREFIX + request_id:
+            self._names_requests = True
+        elif self._names_requests and reported.startswith(_ID_PREFIX):
+            raise EngineLost(f"protocol: a reply to request {reported[:MESSAGE_CHARS]!r}")
 
     async def _check_identity(self, reply: StreamedReply) -> None:
         """A stock engine's start time is read after its reply has begun: if it is unchanged since

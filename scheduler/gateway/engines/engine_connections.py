@@ -7,7 +7,7 @@ for each as a parser that calls back (decision 122).
 import asyncio
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -26,7 +26,7 @@ _EYEBALLS_S = 0.25
 _LOOKUP_KEPT_S = 10.0
 _MAX_HEAD_BYTES = 64 << 10
 """Bound of headers, and of bytes between two parts of a body."""
-_MAX_UNREAD_BYTES = 1 << 20
+_MAX_UNREAD_BYTES = 1 << 18
 """Bytes of a reply that wait to be read; the engine waits with more."""
 
 
@@ -73,11 +73,17 @@ class StreamedReply:
             self._connection.transport.resume_reading()
         return b"".join(parts)
 
-    async def read_most(self, most_bytes: int) -> bytes:
-        """The body from here on, cut at `most_bytes`. Raises as read."""
+    async def read_most(
+        self, most_bytes: int, hold: Callable[[int], Awaitable[None]] | None = None
+    ) -> bytes:
+        """The body from here on, cut at `most_bytes`. Raises as read.
+
+        `hold`: awaited with the bytes held so far after each read."""
         body = bytearray()
         while len(body) < most_bytes and (part := await self.read()):
             body += part
+            if hold is not None:
+                await hold(len(body))
         return bytes(body[:most_bytes])
 
     async def drain(self, within_s: float) -> None:
@@ -262,6 +268,13 @@ class EngineConnections:
             reply.close()
             raise
         return reply
+
+    async def addresses(self) -> list[str]:
+        """Host and port, by number. Raises ConnectionError if the host is not known."""
+        try:
+            return [f"{at[0]}:{at[1]}" for *_, at in await self._looked_up()]
+        except OSError as error:
+            raise ConnectionError(f"{self.url}: {error}") from error
 
     def close(self) -> None:
         """Closes idle connections now and the others once they become idle."""

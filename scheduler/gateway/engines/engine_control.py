@@ -92,6 +92,8 @@ class EngineControl:
         """Why the last health check failed; "" if it did not."""
         self.state_hash = ""
         """Hash of the weights that all workers reported after the last update; "" if unknown."""
+        self.process = frozenset[str]()
+        """Names of the process that was described; no other engine's process has one of them."""
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -103,6 +105,7 @@ class EngineControl:
         which may be production."""
         try:
             report, stamped = await self._identity_client.report()
+            self.process = await self._process_of(report.identity, stamped=stamped)
             fault = ""
             if guest_of is not None:
                 self._may_be_paused = True
@@ -112,6 +115,12 @@ class EngineControl:
         if fault:
             raise EngineLost(fault)
         return report.description
+
+    async def _process_of(self, identity: str, *, stamped: bool) -> frozenset[str]:
+        if stamped or not identity:
+            return frozenset(filter(None, (identity.rpartition(".")[0],)))
+        # A script starts many engines in the hundredth of a second that their start times show.
+        return frozenset(f"{identity} at {each}" for each in await self.connections.addresses())
 
     async def changed(self, *, frugal: bool = False) -> Change:
         """Whether the engine differs from the engine to which the version was applied.

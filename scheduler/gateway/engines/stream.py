@@ -64,11 +64,13 @@ class _LargeChoice(_Choice[msgspec.Raw]):
 class _LargeChunk(msgspec.Struct):
     choices: list[_LargeChoice] = []
     error: msgspec.Raw = msgspec.Raw()
+    request_id: str = ""
 
 
 class _Chunk(msgspec.Struct, Generic[L]):
     choices: list[_Choice[L]] = []
     error: msgspec.Raw = msgspec.Raw()
+    request_id: str = ""
 
     @property
     def fault(self) -> str:
@@ -128,7 +130,9 @@ def _chunk(event: memoryview) -> EngineChunk:
         return _DECODER.decode(event)
     except UNDECODABLE:
         older = _NAMELESS_DECODER.decode(event)
-        return EngineChunk([_named(choice) for choice in older.choices], older.error)
+        return EngineChunk(
+            [_named(choice) for choice in older.choices], older.error, older.request_id
+        )
 
 
 def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
@@ -171,7 +175,7 @@ def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
             if part.stop >= len(token_ids):
                 for name in _OF_THE_END:
                     setattr(one, name, getattr(choice, name))
-            yield EngineChunk([one])
+            yield EngineChunk([one], request_id=large.request_id)
 
 
 class EventStream:
@@ -182,6 +186,11 @@ class EventStream:
         self._left = bytearray()
         self._most_tokens = most_tokens
         self.done = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an event that is not whole yet."""
+        return len(self._left)
 
     def feed(self, data: bytes) -> Iterator[EngineChunk]:
         """Raises PeerProtocolError for bytes that are no stream of chunks, RequestRefused for an

@@ -31,7 +31,8 @@ OWN_BOUNDS = {"Ratio", "Seconds"}
 """Numbers of a file or of a wire, each within bounds of its own."""
 _PLAIN = """
 abort absent accepted access account action activated active actor adapted add address admission
-admit age agent agreement alone alternative announcer answer any api applied apply arrived asleep
+admit age agent agreement alive alone alternative announcer answer any api applied apply arrived
+asleep
 assign assignments async away backend backoff bar base baselines batch bearer beat began begins bell
 bet bill binds bits blame body bounds bucket build burn busy by byte cache calibration call caller
 capabilities capacity case certificate chance change cheapest check checkpoint choice chunk cleared

@@ -45,6 +45,22 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
             sqlite_file.open_database(path, SCHEMA, version=1, pragmas=())
 
 
+def test_a_damaged_file_is_a_clear_error_and_no_empty_one(tmp_path: Path) -> None:
+    """As half a copy of it is, or one from a disk that lost a sector: the table has no rows."""
+    path = tmp_path / "state.db"
+    db = sqlite_file.open_database(path, SCHEMA, version=1, pragmas=())
+    db.executemany("INSERT INTO names VALUES (?)", [(f"name {at}",) for at in range(1000)])
+    db.close()
+    whole, page = path.read_bytes(), 4096
+    lost = whole[:page] + bytes(512) + whole[page + 512 :]
+    for damaged in (lost, whole[:-page]):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"damaged|malformed"):
+            sqlite_file.open_database(path, SCHEMA, version=1, pragmas=())
+    path.write_bytes(whole)
+    sqlite_file.open_database(path, SCHEMA, version=1, pragmas=()).close()
+
+
 def test_an_exclusive_file_has_one_user(tmp_path: Path) -> None:
     pragmas = ("locking_mode=EXCLUSIVE",)
     first = sqlite_file.open_database(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas)

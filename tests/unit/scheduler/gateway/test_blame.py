@@ -357,6 +357,8 @@ class Client:
             return self.silences.pop()
         return Change.PROCESS if self.dead or self.served_life != self.life else Change.NONE
 
+    process = frozenset[str]()
+
     async def describe(self, guest_of: SlotId | None) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
 

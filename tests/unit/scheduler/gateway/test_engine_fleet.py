@@ -49,6 +49,8 @@ class Client:
     def close(self) -> None:
         pass
 
+    process = frozenset[str]()
+
     async def describe(self, guest_of: SlotId | None) -> EngineDescription:
         return self.described
 

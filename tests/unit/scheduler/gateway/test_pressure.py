@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from contextlib import ExitStack
 from typing import Any
 
@@ -119,27 +118,3 @@ async def test_other_tasks_run_while_the_values_of_a_large_body_are_counted() ->
         await asyncio.sleep(0)
         passes += 1
     assert passes >= len(body) >> 18
-
-
-async def test_a_client_that_lives_may_leave_its_stream_unread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As the event loop of a trainer does in a training step; seconds stand for minutes."""
-    soon = [(level, name, 1) for level, name, _ in pressure.KEPT_ALIVE]
-    monkeypatch.setattr(pressure, "KEPT_ALIVE", soon)
-    loop = asyncio.get_running_loop()
-    body = b"x" * (1 << 22)
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(listening.getsockname())
-        served = pressure.keep_alive(listening.accept()[0])
-        with served:
-            served.setblocking(False)
-            client.setblocking(False)
-            sending = asyncio.create_task(loop.sock_sendall(served, body))
-            await asyncio.wait({sending}, timeout=5.0)
-            assert not sending.done()
-            read = 0
-            while read < len(body):
-                read += len(await loop.sock_recv(client, 1 << 16))
-            await sending

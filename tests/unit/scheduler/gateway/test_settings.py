@@ -43,6 +43,20 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
             {"engines": [{"id": each, "kind": "guest", "slot": "s0"} for each in ("a", "b")]},
             "engine's slot s0 is listed twice",
         ),
+        (
+            {
+                "engines": [{"id": "guest.s0", "url": "http://h:1"}],
+                "agents": [{"id": "x", "url": "http://h:2"}],
+            },
+            "engine guest.s0 has the id of the guest on slot s0",
+        ),
+        (
+            {
+                "engines": [{"id": "guest.s1", "kind": "guest", "slot": "s0"}],
+                "agents": [{"id": "x", "url": "http://h:2"}],
+            },
+            "engine guest.s1 has the id of the guest on slot s1",
+        ),
         ({"engines": []}, "at least one engine"),
         (
             {
@@ -75,6 +89,15 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
 def test_says_which_field_is_wrong(tmp_path: Path, changes, said) -> None:
     with pytest.raises(ConfigError, match=said):
         load_settings(_write(tmp_path / "g.json", **changes))
+
+
+def test_an_engine_may_have_the_id_of_a_guest_that_is_its_own_or_cannot_come(
+    tmp_path: Path,
+) -> None:
+    own = [{"id": "guest.s0", "kind": "guest", "slot": "s0"}]
+    agents = [{"id": "x", "url": "http://h:2"}]
+    load_settings(_write(tmp_path / "g.json", engines=own, agents=agents))
+    load_settings(_write(tmp_path / "g.json", engines=[{"id": "guest.s0", "url": "http://h:1"}]))
 
 
 def test_says_which_file_is_missing_or_not_yaml(tmp_path: Path) -> None:
