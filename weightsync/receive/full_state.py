@@ -21,7 +21,7 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.encoding.delta import apply_all, checked_apply
-from weightsync.layout.box_delta import box_delta
+from weightsync.layout.box_delta import box_deltas
 from weightsync.layout.slices import SliceRecord
 from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import StagedFile
@@ -143,8 +143,7 @@ def advance(
         return 2 * stored[entry].spec.size_bytes + largest
 
     def work(entry: str) -> None:
-        for part in parts[entry]:
-            _advance(stored[entry], deltas[entry], part)
+        _advance(stored[entry], deltas[entry], [part.within for part in parts[entry]])
 
     for _ in spread(pool, work, list(deltas), size_of, limit_bytes=budget.lent_bytes):
         pass
@@ -165,17 +164,22 @@ def entry_digests(
     return dict(zip(stored, found, strict=True))
 
 
-def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart) -> None:
-    around = stored.around(part.within)
-    data = stored.file.read(around)
-    if part.within.is_whole:
-        bits = bits_from_bytes(data, stored.spec)
-        apply_all(deltas, bits)
-    else:
-        box = stored.view(data, part.within)
-        bits = box.flatten()
-        for delta in deltas:
-            boxed = box_delta(delta.decoded(), part.within, stored.spec.width_bytes)
-            checked_apply(boxed, bits)
-        box[...] = bits.reshape(box.shape)
-    stored.file.write(around.start, data)
+def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], boxes: list[SliceRecord]) -> None:
+    file = stored.file
+    if any(box.is_whole for box in boxes):
+        data = file.read(stored.whole)
+        apply_all(deltas, bits_from_bytes(data, stored.spec))
+        file.write(stored.start, data)
+        return
+    # All begin from the bits before: boxes of one holder may overlap.
+    found = [stored.view(file.read(stored.around(box)), box).flatten() for box in boxes]
+    for delta in deltas:
+        boxed = box_deltas(delta.decoded(), boxes, stored.spec.width_bytes)
+        for bits, change in zip(found, boxed, strict=True):
+            checked_apply(change, bits)
+    for box, bits in zip(boxes, found, strict=True):
+        around = stored.around(box)
+        data = file.read(around)
+        view = stored.view(data, box)
+        view[...] = bits.reshape(view.shape)
+        file.write(around.start, data)

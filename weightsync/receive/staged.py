@@ -15,7 +15,7 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.batches import spread
-from weightsync.elements.bits import Bits, Layout, difference
+from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Layout, difference
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
@@ -213,7 +213,33 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     expected = staged.expected
     if expected.digests is not None:
         expected = replace(expected, digests={**expected.digests, **digests})
+        _check_pieces(staged, target.bits, pool)
     return check_state(expected, staged.layout, target.bits, pool), digests
+
+
+def _check_pieces(staged: Staged, read: Callable[[str], Bits], pool: Executor) -> None:
+    """Raises Corrupt if an entry that deltas have changed, and of which a holder has all in pieces,
+    is not the published one."""
+    held, partial = staged.parts, staged.parts.partial
+    entries = [
+        entry
+        for entry, parts in held.parts.items()
+        if any(part.of.tensor in partial and part.of.tensor in staged.deltas for part in parts)
+        and held.is_covered(entry)
+    ]
+
+    def check(entry: str) -> None:
+        spec = held.entries[entry]
+        bits = np.empty(spec.elements, UNSIGNED_NUMPY[spec.width_bytes])
+        for part in held.parts[entry]:
+            part.within.box(bits)[...] = part.of.box(read(part.of.tensor))
+        if digest_of(bits) != staged.table[entry]:
+            raise Corrupt(f"{entry}: the held parts do not make up the published tensor")
+
+    limit_bytes = staged.budget.lent_bytes
+    list(
+        spread(pool, check, entries, lambda e: held.entries[e].size_bytes, limit_bytes=limit_bytes)
+    )
 
 
 def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
