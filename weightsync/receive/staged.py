@@ -199,13 +199,23 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     if any(known.get(name) != digest for name, digest in there.items()):
         raise Corrupt(PARTS_CHANGED)
 
+    limit_bytes = staged.budget.lent_bytes
+    twins = _twins(staged)
+    after = spread(
+        pool,
+        lambda name: apply_all(staged.deltas[name], target.bits(name).copy(), hashed=True),
+        twins,
+        staged.lent_bytes,
+        limit_bytes=limit_bytes,
+    )
+    coming: dict[str, str] = dict(zip(twins, after, strict=True))
+
     def write(name: str) -> str:
         if name in partial:
-            return _write_part(staged, target, name)
+            return _write_part(staged, target, name, coming.get(name))
         _write_whole(staged, target, name)
         return ""
 
-    limit_bytes = staged.budget.lent_bytes
     found = spread(pool, write, staged.changed, staged.lent_bytes, limit_bytes=limit_bytes)
     written = dict(zip(staged.changed, found, strict=True))
     target.finish(staged.changed)
@@ -251,14 +261,30 @@ def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
     target.commit(name, bits)
 
 
-def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
-    """Writes a part; returns the digest that it should have now."""
+def _twins(staged: Staged) -> list[str]:
+    """Changed parts that have the same bits as another one, as tied ones have: these may be in the
+    same memory, where the second delta would find the first one's bits."""
+    changed = (
+        [] if staged.full is not None else staged.partial_digests.keys() & staged.deltas.keys()
+    )
+    names: dict[str, list[str]] = {}
+    for name in sorted(changed):
+        names.setdefault(staged.partial_digests[name], []).append(name)
+    return [name for found in names.values() if len(found) > 1 for name in found]
+
+
+def _write_part(staged: Staged, target: ApplyTarget, name: str, coming: str | None) -> str:
+    """Writes a part; returns the digest that it should have now. `coming`: that digest of a part
+    that may be in the memory of another one."""
+    bits = target.bits(name)
     if staged.full is None:
-        new: Bits = target.bits(name).copy()
+        new: Bits = bits.copy()
+        if coming is not None and digest_of(new) != staged.partial_digests[name]:
+            # The other one is written: the final check compares both with what is there.
+            return coming
         apply_all(staged.deltas[name], new)
     else:
         new = staged.full[name]
-    bits = target.bits(name)
     np.copyto(bits, new)
     target.commit(name, bits)
     return digest_of(new)

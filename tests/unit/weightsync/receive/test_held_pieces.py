@@ -160,3 +160,24 @@ def test_a_holder_of_everything_has_no_unseen_tensor(store: Path) -> None:
     receiver = Receiver(store)
     receiver.sync(None, THREE, TensorTarget(held))
     assert not receiver.unseen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cut_tensors_in_one_memory_take_a_delta_once(tmp_path: Path, threads: int) -> None:
+    """Tied ones, as a rank's model has them; before, each version was a full checkpoint."""
+    share = TensorParallel(rank=0, ranks=2, dim_of=lambda _name: 0)
+    tied = [{NAME: state[NAME], "head.weight": state[NAME]} for state in STATES]
+    untied = {NAME: STATES[0][NAME], "head.weight": STATES[1][NAME]}
+    with Publisher(tmp_path / "job", versions=VersionSettings(skip_deltas=False)) as publisher:
+        for state in [*tied, untied]:
+            publisher.publish(state)
+    memory = torch.zeros(ROWS // 2, COLUMNS).bfloat16()
+    target = TensorTarget(dict.fromkeys((NAME, "head.weight"), memory))
+    receiver = Receiver(tmp_path / "job", selection=share, threads=threads)
+    receiver.sync(None, ONE, target)
+    for version in (TWO, THREE):
+        applied = receiver.sync(WeightVersion(version - 1), version, target)
+        assert (applied.from_full, receiver.reapplied) == (False, 0)
+        assert torch.equal(memory, tied[version - 1][NAME][: ROWS // 2])
+    with pytest.raises(Corrupt, match="does not match"):
+        receiver.sync(THREE, WeightVersion(4), target)
