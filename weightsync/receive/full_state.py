@@ -171,15 +171,21 @@ def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], boxes: list[Sli
         apply_all(deltas, bits_from_bytes(data, stored.spec))
         file.write(stored.start, data)
         return
+    arounds = [stored.around(box) for box in boxes]
+    only = file.read(arounds[0]) if len(boxes) == 1 else None
+
     # All begin from the bits before: boxes of one holder may overlap.
-    found = [stored.view(file.read(stored.around(box)), box).flatten() for box in boxes]
+    found = [
+        stored.view(file.read(around) if only is None else only, box).flatten()
+        for box, around in zip(boxes, arounds, strict=True)
+    ]
     for delta in deltas:
         boxed = box_deltas(delta.decoded(), boxes, stored.spec.width_bytes)
         for bits, change in zip(found, boxed, strict=True):
             checked_apply(change, bits)
-    for box, bits in zip(boxes, found, strict=True):
-        around = stored.around(box)
-        data = file.read(around)
+    for box, around, bits in zip(boxes, arounds, found, strict=True):
+        # Read again: another box may lie between the columns of this one.
+        data = file.read(around) if only is None else only
         view = stored.view(data, box)
         view[...] = bits.reshape(view.shape)
         file.write(around.start, data)
