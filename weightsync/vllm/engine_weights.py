@@ -108,8 +108,8 @@ class EngineWeights:
     def stage(self, request: RequestedVersion) -> StageStatus:
         """Prepare a version in the background; repeated calls return its progress.
 
-        What all ranks together found wrong is prepared once more, from a full checkpoint, and is a
-        failure after that.
+        A version that all ranks together found wrong is prepared once more, from a full checkpoint,
+        and is a failure after that.
         """
         kept, refusal = self._kept(request), self._judged.refusal
         if kept is not None and not refusal:
