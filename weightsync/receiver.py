@@ -51,6 +51,7 @@ class _Written:
     """Published sums of entries of that version, as far as there are any."""
     partial_sums: Mapping[str, int]
     """Sums of held parts, as far as they were found."""
+    parts: HeldParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,12 @@ class Receiver:
     def written_parts(self) -> Mapping[str, str]:
         """Digest of the held part of every tensor that is held in part, as last written."""
         return self._written.partial if self._written else {}
+
+    @property
+    def unseen(self) -> frozenset[str]:
+        """The holder's tensors of the version last applied that were compared with digests of
+        files alone: of tensors, or of slices of them, that it has not all of."""
+        return self._written.parts.unseen if self._written else frozenset()
 
     @property
     def is_partial(self) -> bool:
@@ -290,7 +297,9 @@ class Receiver:
         self.wrote_steps(staged)
         if staged.plan.manifest.section is not None:
             # A foreign store publishes no digests of whole entries to build on.
-            self._written = _Written(staged.plan.target, staged.table, digests, staged.sums, sums)
+            self._written = _Written(
+                staged.plan.target, staged.table, digests, staged.sums, sums, staged.parts
+            )
 
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which trainer's run the written versions come from. A version that is staged and

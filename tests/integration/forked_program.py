@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -154,6 +155,8 @@ def _run(
         stream.close()
     os.environ.clear()
     os.environ.update(environment)
+    # Found once a process, by the TMPDIR of then.
+    tempfile.tempdir = None
     os.chdir(directory)
     _settle_threads()
     os.register_at_fork(after_in_child=_settle_threads)

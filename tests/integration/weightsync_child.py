@@ -1,11 +1,36 @@
 """Runs one process of engines for tests of weightsync, and reads its report."""
 
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coserve.vllm.launch import NO_COMPILER
 from tests.integration.forked_program import output_of
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def own_temporaries() -> Iterator[Path]:
+    """A directory for TMPDIR; at the end it is removed, with the shared memory of ranks that met in
+    it.
+
+    On a CPU vLLM's ranks share memory under the name of the file by which they met. Its executor
+    kills them, and nothing else removes it.
+    """
+    # Not below a test's directory: a socket's path has at most 107 bytes.
+    found = Path(tempfile.mkdtemp(prefix="rosemux-"))
+    try:
+        yield found
+    finally:
+        for met in found.glob("vllm_dist_*"):
+            for segment in _SHARED_MEMORY.glob(f"{met.name}-*"):
+                segment.unlink(missing_ok=True)
+        shutil.rmtree(found, ignore_errors=True)
 
 
 def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) -> dict[str, Any]:
@@ -22,6 +47,8 @@ def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) 
         **NO_COMPILER,
     }
     command = ("-m", module, str(root), *arguments)
-    output_of(*command, log=root / "child.log", env=environment, timeout_s=timeout_s)
+    with own_temporaries() as temporaries:
+        environment["TMPDIR"] = str(temporaries)
+        output_of(*command, log=root / "child.log", env=environment, timeout_s=timeout_s)
     result: dict[str, Any] = json.loads((root / "seen.json").read_text())
     return result

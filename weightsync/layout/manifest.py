@@ -18,7 +18,7 @@ from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.chunk_digests import fit
 from weightsync.layout.index_summary import FileSummary, IndexMetadata
-from weightsync.layout.names import MAX_INDEX_BYTES
+from weightsync.layout.names import MAX_INDEX_BYTES, MAX_VERSION
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table, plain_table
 
@@ -216,7 +216,7 @@ def _check(manifest: Manifest, compression: str | None, expected: WeightVersion)
 
 def _version(value: str | int) -> WeightVersion:
     version = int(value)
-    if not 0 <= version < 1 << 48:
+    if not 0 <= version <= MAX_VERSION:
         raise ValueError(f"version {value}")
     return WeightVersion(version)
 

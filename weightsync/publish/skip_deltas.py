@@ -32,10 +32,10 @@ CLOSE_S = 10.0
 def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVersion, ...]:
     """The bases of the skip deltas to make once `version` is published, the newest first.
 
-    Counted from the full checkpoint: four versions back at every fourth, eight back and back to
-    that checkpoint at every eighth.
+    Counted from the full checkpoint, 0 if none leads to the version: four versions back at every
+    fourth, eight back and back to that checkpoint at every eighth.
     """
-    since = version - full
+    since = version - full if full else 0
     spans = {span for span in _SPANS if since > 0 and since % span == 0}
     if max(_SPANS) in spans:
         spans.add(since)

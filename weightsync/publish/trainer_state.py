@@ -13,6 +13,7 @@ replicas within a DTensor's mesh the first one publishes.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -71,7 +72,10 @@ def part_of(name: str, value: Any) -> "Part | None":
 
 def _part(tensor: "torch.Tensor", record: SliceRecord) -> "Part | None":
     if tensor.numel() == 0 and not record.is_whole:
-        return None
+        if prod(record.shape) or any(record.offsets):
+            return None
+        # No slice tiles a tensor without elements: its first part is all of it.
+        return tensor.new_empty(record.shape), None
     return tensor, None if record.is_whole else record
 
 

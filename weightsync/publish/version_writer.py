@@ -68,8 +68,10 @@ class VersionWriter:
         self._check_kind(latest)
         # No version builds on an orphan, so no chain begins with an orphan.
         self._fulls = {ref for ref in fulls if latest is None or ref.version <= latest}
-        self._listed: set[VersionRef] = set()
-        """Full checkpoints that the store was seen to have: an object store may list one late."""
+        self._listed: frozenset[VersionRef] = frozenset()
+        """Versions that the store was seen to have: an object store may list one late."""
+        self._broken = WeightVersion(0)
+        """The newest version that was deleted: chains that began before it end there."""
         self._known: Contents | None = None
         """All ranks' entries in LATEST."""
         self._next = Contents()
@@ -128,7 +130,8 @@ class VersionWriter:
         shards = [shard for part in written for shard in part.shards]
         names, small = self._complete(order.directory, version, order.base, shards, state_hash)
         size = _size_bytes(shards, small)
-        anchor_due = bool(order.base) and version - self.newest_full >= self._settings.anchor_every
+        since = version - self.newest_full if self.newest_full else self._settings.anchor_every
+        anchor_due = bool(order.base) and since >= self._settings.anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, even after a failure.
         self._newest = version
@@ -170,14 +173,18 @@ class VersionWriter:
 
     @property
     def newest_full(self) -> WeightVersion:
-        """The newest version with a full checkpoint; 0 without one."""
-        return max((ref.version for ref in self._fulls), default=WeightVersion(0))
+        """The newest version with a full checkpoint that leads to the newest one; 0 without one."""
+        fulls = (ref.version for ref in self._fulls if ref.version >= self._broken)
+        return max(fulls, default=WeightVersion(0))
 
-    def _full_versions(self, refs: Collection[VersionRef]) -> set[WeightVersion]:
-        """Versions with a full checkpoint in a store with these directories. One that was deleted
-        by another hand begins no chain any more, and an anchor is due again."""
-        self._fulls -= self._listed.difference(refs)
-        self._listed = self._fulls.intersection(refs)
+    def _full_versions(self, refs: frozenset[VersionRef]) -> set[WeightVersion]:
+        """Versions with a full checkpoint in a store with these directories. Where another hand
+        deleted one, or a delta of its chain, an anchor is due again."""
+        gone = self._listed - refs
+        self._fulls -= gone
+        deltas = (ref.version for ref in gone if ref.kind is Kind.WEIGHT)
+        self._broken = max(self._broken, *deltas, WeightVersion(0))
+        self._listed = refs
         return {ref.version for ref in self._fulls}
 
     @property
@@ -259,7 +266,7 @@ class VersionWriter:
         sizes = self.writer.sizes()
         doomed = making_room(
             sizes,
-            full_versions=self._full_versions(sizes.keys()),
+            full_versions=self._full_versions(frozenset(sizes)),
             latest=self._latest() or self.newest_full,
             needed_bytes=needed,
             max_bytes=self._settings.max_bytes,

@@ -21,7 +21,7 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.encoding.delta import apply_all, checked_apply
-from weightsync.layout.box_delta import box_delta
+from weightsync.layout.box_delta import box_deltas
 from weightsync.layout.slices import SliceRecord
 from weightsync.reading.memory_budget import MemoryBudget
 from weightsync.reading.spool import StagedFile
@@ -143,8 +143,7 @@ def advance(
         return 2 * stored[entry].spec.size_bytes + largest
 
     def work(entry: str) -> None:
-        for part in parts[entry]:
-            _advance(stored[entry], deltas[entry], part)
+        _advance(stored[entry], deltas[entry], [part.within for part in parts[entry]])
 
     for _ in spread(pool, work, list(deltas), size_of, limit_bytes=budget.lent_bytes):
         pass
@@ -165,17 +164,28 @@ def entry_digests(
     return dict(zip(stored, found, strict=True))
 
 
-def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart) -> None:
-    around = stored.around(part.within)
-    data = stored.file.read(around)
-    if part.within.is_whole:
-        bits = bits_from_bytes(data, stored.spec)
-        apply_all(deltas, bits)
-    else:
-        box = stored.view(data, part.within)
-        bits = box.flatten()
-        for delta in deltas:
-            boxed = box_delta(delta.decoded(), part.within, stored.spec.width_bytes)
-            checked_apply(boxed, bits)
-        box[...] = bits.reshape(box.shape)
-    stored.file.write(around.start, data)
+def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], boxes: list[SliceRecord]) -> None:
+    file = stored.file
+    if any(box.is_whole for box in boxes):
+        data = file.read(stored.whole)
+        apply_all(deltas, bits_from_bytes(data, stored.spec))
+        file.write(stored.start, data)
+        return
+    arounds = [stored.around(box) for box in boxes]
+    only = file.read(arounds[0]) if len(boxes) == 1 else None
+
+    # All begin from the bits before: boxes of one holder may overlap.
+    found = [
+        stored.view(file.read(around) if only is None else only, box).flatten()
+        for box, around in zip(boxes, arounds, strict=True)
+    ]
+    for delta in deltas:
+        boxed = box_deltas(delta.decoded(), boxes, stored.spec.width_bytes)
+        for bits, change in zip(found, boxed, strict=True):
+            checked_apply(change, bits)
+    for box, around, bits in zip(boxes, arounds, found, strict=True):
+        # Read again: another box may lie between the columns of this one.
+        data = file.read(around) if only is None else only
+        view = stored.view(data, box)
+        view[...] = bits.reshape(view.shape)
+        file.write(around.start, data)

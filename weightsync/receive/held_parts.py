@@ -18,7 +18,7 @@ from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Layout, TensorSpec, shared_spec
 from weightsync.encoding.delta import Delta
 from weightsync.layout.box_delta import box_deltas
-from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing, whole_box
+from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing, tiles, whole_box
 from weightsync.transport.ranges import ByteSpan
 
 MIN_RUN_BYTES = 256 << 10
@@ -127,6 +127,19 @@ class HeldParts:
         return frozenset(
             name for name, box in self.boxes.items() if not box.is_whole or name != box.tensor
         )
+
+    def is_covered(self, entry: str) -> bool:
+        """Whether the holder has all of an entry, in one box or in several that divide it, so that
+        the entry's published digest verifies what it has of it."""
+        boxes = [part.within for part in self.parts.get(entry, ())]
+        return any(box.is_whole for box in boxes) or (bool(boxes) and tiles(boxes))
+
+    @property
+    def unseen(self) -> frozenset[str]:
+        """The holder's tensors with a part of an entry that it has not all of: no published digest
+        shows whether their bits are the trainer's."""
+        cut = (parts for entry, parts in self.parts.items() if not self.is_covered(entry))
+        return frozenset(part.of.tensor for parts in cut for part in parts)
 
     def layout(self) -> dict[str, TensorSpec]:
         """Names and specs of the holder's tensors."""

@@ -15,7 +15,7 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.batches import spread
-from weightsync.elements.bits import Bits, Layout, difference
+from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Layout, difference
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
@@ -199,13 +199,23 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     if any(known.get(name) != digest for name, digest in there.items()):
         raise Corrupt(PARTS_CHANGED)
 
+    limit_bytes = staged.budget.lent_bytes
+    twins = _twins(staged)
+    after = spread(
+        pool,
+        lambda name: apply_all(staged.deltas[name], target.bits(name).copy(), hashed=True),
+        twins,
+        staged.lent_bytes,
+        limit_bytes=limit_bytes,
+    )
+    coming: dict[str, str] = dict(zip(twins, after, strict=True))
+
     def write(name: str) -> str:
         if name in partial:
-            return _write_part(staged, target, name)
+            return _write_part(staged, target, name, coming.get(name))
         _write_whole(staged, target, name)
         return ""
 
-    limit_bytes = staged.budget.lent_bytes
     found = spread(pool, write, staged.changed, staged.lent_bytes, limit_bytes=limit_bytes)
     written = dict(zip(staged.changed, found, strict=True))
     target.finish(staged.changed)
@@ -213,7 +223,33 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     expected = staged.expected
     if expected.digests is not None:
         expected = replace(expected, digests={**expected.digests, **digests})
+        _check_pieces(staged, target.bits, pool)
     return check_state(expected, staged.layout, target.bits, pool), digests
+
+
+def _check_pieces(staged: Staged, read: Callable[[str], Bits], pool: Executor) -> None:
+    """Raises Corrupt if an entry that deltas have changed, and of which a holder has all in pieces,
+    is not the published one."""
+    held, partial = staged.parts, staged.parts.partial
+    entries = [
+        entry
+        for entry, parts in held.parts.items()
+        if any(part.of.tensor in partial and part.of.tensor in staged.deltas for part in parts)
+        and held.is_covered(entry)
+    ]
+
+    def check(entry: str) -> None:
+        spec = held.entries[entry]
+        bits = np.empty(spec.elements, UNSIGNED_NUMPY[spec.width_bytes])
+        for part in held.parts[entry]:
+            part.within.box(bits)[...] = part.of.box(read(part.of.tensor))
+        if digest_of(bits) != staged.table[entry]:
+            raise Corrupt(f"{entry}: the held parts do not make up the published tensor")
+
+    limit_bytes = staged.budget.lent_bytes
+    list(
+        spread(pool, check, entries, lambda e: held.entries[e].size_bytes, limit_bytes=limit_bytes)
+    )
 
 
 def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
@@ -225,14 +261,30 @@ def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
     target.commit(name, bits)
 
 
-def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
-    """Writes a part; returns the digest that it should have now."""
+def _twins(staged: Staged) -> list[str]:
+    """Changed parts that have the same bits as another one, as tied ones have: these may be in the
+    same memory, where the second delta would find the first one's bits."""
+    changed = (
+        [] if staged.full is not None else staged.partial_digests.keys() & staged.deltas.keys()
+    )
+    names: dict[str, list[str]] = {}
+    for name in sorted(changed):
+        names.setdefault(staged.partial_digests[name], []).append(name)
+    return [name for found in names.values() if len(found) > 1 for name in found]
+
+
+def _write_part(staged: Staged, target: ApplyTarget, name: str, coming: str | None) -> str:
+    """Writes a part; returns the digest that it should have now. `coming`: that digest of a part
+    that may be in the memory of another one."""
+    bits = target.bits(name)
     if staged.full is None:
-        new: Bits = target.bits(name).copy()
+        new: Bits = bits.copy()
+        if coming is not None and digest_of(new) != staged.partial_digests[name]:
+            # The other one is written: the final check compares both with what is there.
+            return coming
         apply_all(staged.deltas[name], new)
     else:
         new = staged.full[name]
-    bits = target.bits(name)
     np.copyto(bits, new)
     target.commit(name, bits)
     return digest_of(new)

@@ -267,7 +267,7 @@ class Staging:
         made = {
             name: entry
             for name, entry in self._stored.items()
-            if name not in digests and any(p.within.is_whole for p in self._read.parts[name])
+            if name not in digests and self._read.is_covered(name)
         }
         digests |= entry_digests(made, self._pool, self._budget)
         if self._read.is_everything:

@@ -3,8 +3,8 @@
     stage   in the background, while the engine runs: prepared (prepared_version.py)
     load    between two steps: written in place, packed forms swapped, the result hashed
 
-Between the two, ranks of one engine are compared with what the trainer published, by their `sums`
-(rank_sums.py); `judge` takes the verdict.
+Once a version is staged, and again before it is loaded, ranks of one engine are compared with what
+the trainer published, by their `sums` (rank_sums.py); `judge` takes the verdict.
 
 Decides whether what was prepared and the loader map are still valid; the receiver decides whether
 a state is the published one. Independent of vLLM's wire format.
@@ -42,7 +42,7 @@ from weightsync.vllm.prepared_version import (
 )
 from weightsync.vllm.rank_map import RankMap, traced_rank
 from weightsync.vllm.shadow_target import ShadowTarget
-from weightsync.vllm.stager import Stager, StageStatus
+from weightsync.vllm.stager import Stager, StageState, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
@@ -106,8 +106,24 @@ class EngineWeights:
         return self._loaded is not None
 
     def stage(self, request: RequestedVersion) -> StageStatus:
-        """Prepare a version in the background; repeated calls return its progress."""
-        return self._stager.begin(request.key, self._preparing(request))
+        """Prepare a version in the background; repeated calls return its progress.
+
+        A version that all ranks together found wrong is prepared once more, from a full checkpoint,
+        and is a failure after that.
+        """
+        kept, refusal = self._kept(request), self._judged.refusal
+        if kept is not None and not refusal:
+            return StageStatus(state=StageState.READY)
+        # One preparation at a time is in memory.
+        self._judged.clear()
+        if kept is None:
+            return self._stager.begin(request.key, self._preparing(request))
+        receiver = self._preparer.receiver(request.store)
+        receiver.forget()
+        if kept.staged.full is not None:
+            return StageStatus(state=StageState.FAILED, message=f"Corrupt: {refusal}")
+        work = partial(self._preparer.from_full, receiver, kept.base, request)
+        return self._stager.begin(request.key, work)
 
     def load(self, request: RequestedVersion) -> Applied:
         """Bring the model to a version, prepared or not; raises if the model does not hold it.
@@ -148,12 +164,13 @@ class EngineWeights:
 
         Empty before the first update, whose full version is compared with the published digests.
         """
+        kept = None if anew else self._kept(request)
         self._judged.clear()
         if request.adapter is not None:
             # `load` says why not.
             return RankSums()
         try:
-            prepared = self._now(request, anew=anew)
+            prepared = kept or self._now(request, anew=anew)
         except Exception as error:
             return self._judged.fail(error)
         self._judged.offer(request.key, prepared)
@@ -163,6 +180,13 @@ class EngineWeights:
         """Take the verdict on what all ranks have prepared: after one against it, the next `load`
         raises and changes nothing."""
         self._judged.judge(verdict)
+
+    def _kept(self, request: RequestedVersion) -> PreparedVersion | None:
+        """The version whose sums were compared while it was staged, if it still fits."""
+        prepared = self._judged.kept(request.key)
+        if prepared is None or prepared.base != self._base_for(request.store):
+            return None
+        return prepared
 
     def _now(self, request: RequestedVersion, *, anew: bool = False) -> PreparedVersion:
         """The version prepared for what is loaded now."""

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 class JudgedVersion(Generic[T]):
-    """`offer` or `fail`, then `judge`, then `taken`; a rank that is not asked only ever takes."""
+    """`offer` or `fail`, then `judge`, while the version is staged and again before it is loaded;
+    then `taken`. A rank that is not asked only ever takes."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
@@ -39,6 +40,15 @@ class JudgedVersion(Generic[T]):
 
     def judge(self, verdict: SumVerdict) -> None:
         self._verdict = verdict
+
+    def kept(self, key: Hashable) -> T | None:
+        """The preparation of `key` of which sums were given."""
+        return self._prepared if self._key == key else None
+
+    @property
+    def refusal(self) -> str:
+        """Why the kept preparation is not the trainer's version; empty as far as it is."""
+        return self._verdict.refusal if self._verdict is not None and self._verdict.wrong else ""
 
     def taken(self, key: Hashable) -> tuple[T | None, SumVerdict | None]:
         """The preparation that was judged, if it is of `key`, and the verdict. Raises the rank's

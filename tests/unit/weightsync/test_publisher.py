@@ -369,6 +369,21 @@ def test_a_full_checkpoint_that_was_deleted_is_made_again_and_no_chain_begins_wi
     assert same(_received(tmp_path, 8, states[0]), states[7])
 
 
+@pytest.mark.parametrize("lost", ["weight_v000001", "weight_v000002", "weight_v000003"])
+def test_a_chain_of_which_a_version_was_deleted_is_replaced_by_an_anchor(
+    tmp_path: Path, states: tuple[State, ...], same: Same, lost: str
+) -> None:
+    """Otherwise no new receiver reaches a version until the next anchor is due, 25 later."""
+    with Publisher(tmp_path) as publisher:
+        for state in states[:3]:
+            publisher.publish(state)
+        shutil.rmtree(tmp_path / lost)
+        anchors = [publisher.publish(state).bytes_anchor for state in states[3:6]]
+    assert [anchor > 0 for anchor in anchors] == [False, True, False]
+    for version in (5, 6):
+        assert same(_received(tmp_path, version, states[0]), states[version - 1])
+
+
 @pytest.mark.parametrize("last", ["LATEST", "weight_v999999999999999"])
 def test_a_store_without_another_number_is_refused(tmp_path: Path, last: str) -> None:
     with Publisher(tmp_path) as publisher:

@@ -1,6 +1,7 @@
 """Index files from outside: names never become paths, and contradictions are refused."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from weightsync.layout.manifest import (
     decoded_manifest,
     encoded_manifest,
 )
+from weightsync.layout.names import MAX_VERSION
 from weightsync.layout.slices import SliceRecord
 from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table
 from weightsync.serve.published import published_files
@@ -215,3 +217,11 @@ def test_an_unknown_compression_or_format_is_unsupported() -> None:
 def test_random_bytes_raise_nothing_unexpected(raw: bytes) -> None:
     with pytest.raises(RoseMuxError):
         decoded_manifest(raw, expected=SEVEN)
+
+
+def test_every_number_that_a_directory_can_have_is_read() -> None:
+    """Publishers give numbers up to MAX_VERSION."""
+    for newest, is_read in ((MAX_VERSION, True), (MAX_VERSION + 1, False)):
+        raw = _raw(_metadata(version=str(newest), base_version=str(newest - 1)))
+        with nullcontext() if is_read else pytest.raises(Corrupt, match="version"):
+            assert decoded_manifest(raw, expected=WeightVersion(newest)).version == newest

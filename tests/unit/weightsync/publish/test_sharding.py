@@ -134,6 +134,18 @@ def test_a_slice_that_does_not_fit_is_a_mistake(
         part_of("w", ShardSlice(torch.zeros(4, 2), shape, dim=dim, offset=offset))
 
 
+def test_a_tensor_without_elements_is_published_once() -> None:
+    """No slices tile it, so that a version without it would be complete."""
+    parts = [
+        part_of("w", ShardSlice(torch.zeros(2, 0), (4, 0), dim=0, offset=offset))
+        for offset in (0, 2)
+    ]
+    assert parts[1] is None
+    assert parts[0] is not None
+    tensor, record = parts[0]
+    assert (tuple(tensor.shape), record) == ((4, 0), None)
+
+
 def test_a_value_that_is_no_tensor_is_named() -> None:
     with pytest.raises(Unsupported, match="w is a list"):
         part_of("w", [1.0])

@@ -1,5 +1,6 @@
 """The byte ranges of a held part, for any slices of the tensor and any held box."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 
 import numpy as np
@@ -9,12 +10,13 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import TensorSpec, bytes_of
+from weightsync.encoding.codec import encode
 from weightsync.encoding.delta import DenseDelta, XorDelta, checked_apply
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.reading.memory_budget import MIN_STAGING_BYTES, MemoryBudget
-from weightsync.reading.spool import Spool
+from weightsync.reading.spool import MemoryStaging, Spool
 from weightsync.receive import held_parts as subject
-from weightsync.receive.full_state import FullState, StoredEntry
+from weightsync.receive.full_state import FullState, StoredEntry, advance
 from weightsync.receive.held_parts import (
     Names,
     TensorParallel,
@@ -24,6 +26,8 @@ from weightsync.receive.held_parts import (
     runs,
     whole_box,
 )
+from weightsync.receive.stored_delta import StoredDelta
+from weightsync.transport.ranges import ByteSpan
 
 Cuts = list[list[int]]
 
@@ -109,6 +113,41 @@ def test_a_delta_changes_a_part_as_it_changes_the_whole(
         stored.box(new)[...] = piece.reshape(stored.lengths)
     for name, box in parts.boxes.items():
         assert np.array_equal(held[name], box.read(new))
+
+
+@given(grid=grids(), seed=st.integers(0, 9), on_disk=st.booleans())
+def test_a_stored_delta_changes_the_boxes_of_a_full_checkpoint_once(
+    grid: tuple[tuple[int, ...], Cuts, Boxes], seed: int, on_disk: bool
+) -> None:
+    """Boxes may overlap, and lie between the columns of each other."""
+    shape, cuts, boxes = grid
+    random = np.random.default_rng(seed)
+    old = random.integers(0, 1 << 16, np.prod(shape), dtype=np.uint16)
+    new = old + random.integers(0, 2, old.size, dtype=np.uint16)
+    slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
+    parts = held_parts(layout, slicing, boxes)
+    budget = MemoryBudget(MIN_STAGING_BYTES)
+    if on_disk:
+        budget.keep(budget.lent_bytes)
+    entries, deltas = {}, {}
+    for entry in parts.parts:
+        record = slicing.records.get(entry) or whole_box("w", layout["w"])
+        spec = parts.entries[entry]
+        before, after = record.read(old).copy(), record.read(new).copy()
+        entries[entry] = StoredEntry(Spool(budget).stage(spec.size_bytes), 0, spec)
+        entries[entry].file.write(0, bytes_of(before))
+        if (encoded := encode(before, after)) is not None:
+            payload = np.frombuffer(encoded.payload, np.uint8)
+            file, span = MemoryStaging(payload.size), ByteSpan(0, payload.size)
+            file.write(0, payload)
+            deltas[entry] = [
+                StoredDelta(file=file, span=span, encoding=encoded.encoding, spec=spec, what=entry)
+            ]
+    with ThreadPoolExecutor(1) as pool:
+        advance(entries, deltas, parts.parts, pool, budget)
+    state = FullState(parts.layout(), parts.by_tensor(), entries)
+    for name, box in parts.boxes.items():
+        assert np.array_equal(state[name], box.read(new))
 
 
 @given(grid=grids(most_boxes=1), small=st.integers(1, 200))

@@ -1,8 +1,10 @@
 """All ranks of an engine together find out that a version is not the trainer's."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,9 +24,17 @@ from weightsync.receive.rank_sums import RankSums, SumJudge, SumVerdict, without
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights
 from weightsync.vllm.prepared_version import RequestedVersion
-from weightsync.vllm.rank_agreement import JUDGE_METHOD, SUMS_METHOD, agreed, compare_before_updates
+from weightsync.vllm.rank_agreement import (
+    JUDGE_METHOD,
+    SUMS_METHOD,
+    agreed,
+    compare_before_updates,
+    staged,
+)
+from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
+STAGE = "rosemux_stage"
 
 
 class Engine:
@@ -45,11 +55,26 @@ class Engine:
 
     def _ask(self, method: str, **given: Any) -> list[Any]:
         self.calls.append(method)
+        if method == JUDGE_METHOD:
+            return [weights.judge(given["verdict"]) for weights in self.weights]
         wanted, known = given["update_info"], given["known"]
         return [
             without_boxes(weights.sums(wanted, anew=given["anew"]), known)
             for weights in self.weights
         ]
+
+    def stage(self, published: Published) -> list[dict[str, str]]:
+        """As a gateway does: until no rank is at work."""
+        request = RequestedVersion(store="store", version=published.version)
+        states = {StageState.RUNNING}
+
+        def call() -> list[Any]:
+            return [asdict(weights.stage(request)) for weights in self.weights]
+
+        while StageState.RUNNING in states:
+            statuses = staged(call, self._ask, self.judge, request)  # type: ignore[arg-type]
+            states = {StageState(status["state"]) for status in statuses}
+        return statuses
 
     def load(self, published: Published) -> SumVerdict:
         """Raises what the first rank raises, once every rank has heard the update."""
@@ -198,6 +223,58 @@ def test_a_version_without_sums_is_unseen(
     assert engine.sums() == [{"verified": 0, "unseen": 2, "refused": 0}] * 2
 
 
+def test_a_staged_version_is_compared_before_it_is_ready(
+    published: tuple[Path, list[Published]], states: tuple[State, ...], stack: ExitStack
+) -> None:
+    """It is not prepared again for its load."""
+    store, done = published
+    engine = Engine(store.parent, [Rank(0), Rank(1)], stack)
+    for number in (0, 1, 2):
+        for _ in range(2):
+            assert [status["state"] for status in engine.stage(done[number])] == ["ready"] * 2
+        shutil.move(store, store.with_name("away"))
+        verdict = engine.load(done[number])
+        shutil.move(store.with_name("away"), store)
+        assert engine.holds(states[number])
+        assert verdict.verified == (0 if number == 0 else 2)
+
+
+def test_a_version_that_ranks_will_refuse_is_not_staged(
+    chain: tuple[Path, list[Published]], states: tuple[State, ...], stack: ExitStack
+) -> None:
+    store, done = chain
+    engine = Engine(store.parent, [Rank(0), Rank(1)], stack)
+    engine.load(done[1])
+    whole = {path: path.read_bytes() for path in (store / "weight_v000003").iterdir()}
+    _forged(store, states, done)
+    for _ in range(2):
+        statuses = engine.stage(done[2])
+        assert [status["state"] for status in statuses] == ["failed"] * 2
+        assert "in this engine's ranks would not be the published state" in statuses[0]["message"]
+    for path, content in whole.items():
+        path.write_bytes(content)
+    assert [status["state"] for status in engine.stage(done[2])] == ["ready"] * 2
+    engine.load(done[2])
+    assert engine.holds(states[2])
+
+
+def test_a_wrong_delta_is_passed_by_an_anchor_while_the_version_is_staged(
+    tmp_path: Path, states: tuple[State, ...], stack: ExitStack
+) -> None:
+    """The pause then writes what is prepared already."""
+    with Publisher(tmp_path / "store", versions=VersionSettings(anchor_every=2)) as publisher:
+        done = [publisher.publish(state) for state in states[:3]]
+    engine = Engine(tmp_path, [Rank(0), Rank(1)], stack)
+    engine.load(done[1])
+    _forged(tmp_path / "store", states, done)
+    assert [status["state"] for status in engine.stage(done[2])] == ["ready"] * 2
+    shutil.rmtree(tmp_path / "store")
+    verdict = engine.load(done[2])
+    assert (verdict.wrong, verdict.verified) == ((), 2)
+    assert engine.holds(states[2])
+    assert [weights.report()["reapplied"] for weights in engine.weights] == [1] * 2
+
+
 def test_a_rank_that_cannot_prepare_a_version_holds_back_all(
     published: tuple[Path, list[Published]], states: tuple[State, ...], stack: ExitStack
 ) -> None:
@@ -247,14 +324,27 @@ def test_an_executor_asks_before_an_update_and_passes_all_else_on() -> None:
     for _ in range(2):
         compare_before_updates(Executor, "rosemux")
     info = {"store": "job", "version": 2}
-    executor = Executor(2, {SUMS_METHOD: [RankSums(), RankSums()]})
-    executor.collective_rpc("rosemux_stage", kwargs={"store": "job", "version": 2})
+    answers = {SUMS_METHOD: [RankSums(), RankSums()], STAGE: [{"state": "running"}] * 2}
+    executor = Executor(2, answers)
+    executor.collective_rpc(STAGE, kwargs=info)
     executor.collective_rpc("update_weights", kwargs={"update_info": info})
     executor.collective_rpc("update_weights", None, (), {"update_info": info})
     names = [method for method, _ in executor.calls]
-    assert names == ["rosemux_stage", *(SUMS_METHOD, JUDGE_METHOD, "update_weights") * 2]
+    assert names == [STAGE, *(SUMS_METHOD, JUDGE_METHOD, "update_weights") * 2]
     assert executor.calls[1][1] == {"update_info": info, "anew": False, "known": ()}
     assert executor.calls[2][1] == {"verdict": SumVerdict()}
+
+
+def test_an_executor_compares_a_version_that_all_ranks_have_staged() -> None:
+    compare_before_updates(Executor, "rosemux")
+    info = {"store": "job", "version": 2}
+    for states, compared in ((["ready", "running"], False), (["ready"] * 2, True)):
+        statuses = [{"state": state} for state in states]
+        executor = Executor(2, {SUMS_METHOD: [RankSums(), RankSums()], STAGE: statuses})
+        assert executor.collective_rpc(STAGE, kwargs=info) == statuses
+        names = [method for method, _ in executor.calls]
+        assert names == [STAGE, *(SUMS_METHOD, JUDGE_METHOD) * compared]
+        assert executor.calls[0][1] == info
 
 
 @pytest.mark.parametrize(
