@@ -28,7 +28,7 @@ class HourlyPlanner(GroupPlanner):
         self._due_s = 0.0
 
     def review(self, *, now: float) -> tuple[AssignNodes, ...]:
-        self.packer.now_s = now
+        self.packer.now_s, self.packer.load_s = now, self.relocation.move_s
         if now < self._due_s:
             return ()
         self._due_s = now + HOUR_S
