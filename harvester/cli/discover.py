@@ -94,7 +94,8 @@ def kubernetes(
     forget_s: ForgetAfter = 60.0,
 ) -> None:
     """Engines that are running pods of this node. $host is the pod's address, $x its annotation
-    rosemux.dev/x, and $port without one its first container port."""
+    rosemux.dev/x, and $port without one its first container port; $node is the node's name and
+    $node_ip its address."""
     if not server:
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
         if not host:

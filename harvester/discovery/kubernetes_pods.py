@@ -35,11 +35,13 @@ class _Container(msgspec.Struct):
 
 class _Spec(msgspec.Struct):
     containers: list[_Container] = []
+    node: str = msgspec.field(name="nodeName", default="")
 
 
 class _PodStatus(msgspec.Struct):
     phase: str = ""
     ip: str = msgspec.field(name="podIP", default="")
+    node_ip: str = msgspec.field(name="hostIP", default="")
 
 
 class _Pod(msgspec.Struct):
@@ -78,11 +80,16 @@ def _engine(pod: _Pod, label: str) -> DiscoveredEngine:
         for key, value in annotations
         if key.startswith(_OWN)
     }
+    own |= {"node": pod.spec.node, "node_ip": _host_of_url(pod.status.node_ip)}
     ports = [str(port.number) for container in pod.spec.containers for port in container.ports]
     return DiscoveredEngine(
         slot=pod.metadata.labels.get(label, ""),
         origin=f"pod {pod.metadata.namespace}/{pod.metadata.name}",
-        host=f"[{pod.status.ip}]" if ":" in pod.status.ip else pod.status.ip,
+        host=_host_of_url(pod.status.ip),
         port=own.get("port") or next(iter(ports), ""),
         values=own,
     )
+
+
+def _host_of_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

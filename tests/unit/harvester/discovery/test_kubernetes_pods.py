@@ -24,6 +24,7 @@ def pod(name: str, *, slot: str = "chat", **changes: Any) -> dict[str, Any]:
     ports = [{"containerPort": 8000, "protocol": "TCP"}, {"containerPort": 9}]
     spec = {"nodeName": "n", "containers": [{"name": "log"}, {"name": "vllm", "ports": ports}]}
     status = {"phase": "Running", "podIP": "10.1.2.3", "podIPs": [{"ip": "10.1.2.3"}]}
+    status |= {"hostIP": "192.0.2.21"}
     return {"metadata": metadata, "spec": spec, "status": status | changes}
 
 
@@ -39,7 +40,7 @@ def test_a_pod_is_an_engine_with_its_own_values() -> None:
             origin="pod serving/a",
             host="10.1.2.3",
             port="8000",
-            values={"guest_port": "8003"},
+            values={"guest_port": "8003", "node": "n", "node_ip": "192.0.2.21"},
         )
     ]
 
@@ -50,7 +51,13 @@ def test_its_annotation_names_the_port_before_its_containers_do() -> None:
 
 
 def test_a_pod_of_ipv6_has_a_host_for_urls() -> None:
-    assert found(pod("a", podIP="fd00::7"))[0].host == "[fd00::7]"
+    engine = found(pod("a", podIP="fd00::7", hostIP="fd00::1"))[0]
+    assert (engine.host, engine.values["node_ip"]) == ("[fd00::7]", "[fd00::1]")
+
+
+def test_its_node_is_the_one_that_it_runs_on_whatever_its_annotations_say() -> None:
+    annotated = {"annotations": {"rosemux.dev/node": "other", "rosemux.dev/node-ip": "192.0.2.9"}}
+    assert found(pod("a", metadata=annotated))[0].values == {"node": "n", "node_ip": "192.0.2.21"}
 
 
 def test_a_pod_that_ends_makes_room_for_its_successor() -> None:
