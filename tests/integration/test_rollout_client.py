@@ -133,6 +133,8 @@ async def test_a_blocking_client_that_is_dropped_closes_by_itself(
     fake_engine: Start, gateway: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = gateway(fake_engine())
+    gc.collect()  # What other tests left has its lines now.
+    caplog.clear()
 
     def use() -> bool:
         RolloutClient(service.url, "job").generate(PROMPT, sampling(1))
@@ -156,6 +158,8 @@ async def test_a_client_that_is_dropped_in_an_event_loop_is_named_with_the_remed
     client = client_of(service)
     await client.generate(PROMPT, sampling(1))
     await asyncio.sleep(0)  # The task that watched the gateway ends.
+    gc.collect()
+    caplog.clear()
     del client
     gc.collect()
     assert caplog.messages[0].startswith("a client of job job was dropped and not closed: use `asy")
