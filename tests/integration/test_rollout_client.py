@@ -133,7 +133,7 @@ async def test_a_blocking_client_that_is_dropped_closes_by_itself(
     fake_engine: Start, gateway: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = gateway(fake_engine())
-    gc.collect()  # What other tests left has its lines now.
+    gc.collect()  # Garbage of other tests writes its lines now.
     caplog.clear()
 
     def use() -> bool:
