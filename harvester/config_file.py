@@ -161,10 +161,10 @@ def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> 
     """Notes about settings that were read from `values`. Raises ConfigError for settings that only
     an experiment may have."""
 
-    def say(found: Iterator[tuple[Where, str]]) -> list[str]:
+    def messages(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, note, text, path) for where, note in found]
 
-    mistakes, unsafe = say(_booleans(values, config, ())), say(unsafe_settings(config))
+    mistakes, unsafe = messages(_booleans(values, config, ())), messages(unsafe_settings(config))
     if unsafe and not config.unsafe_experiments:
         mistakes += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:
@@ -173,7 +173,7 @@ def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> 
     if config.unsafe_experiments:
         unneeded = [] if config.slots_file else ["nothing needs it"]
         notes += [f"unsafe_experiments: {note}" for note in unsafe or unneeded]
-    return [*notes, *say(_odd_slos(config))]
+    return [*notes, *messages(_slo_notes(config))]
 
 
 def _is_kubernetes_link(name: str, value: str) -> bool:
@@ -192,7 +192,7 @@ def unsafe_settings(config: AgentConfig) -> Iterator[tuple[Where, str]]:
             yield ("slots", number, "policy", *path), fault
 
 
-def _odd_slos(config: AgentConfig) -> Iterator[tuple[Where, str]]:
+def _slo_notes(config: AgentConfig) -> Iterator[tuple[Where, str]]:
     for number, slot in enumerate(config.slots):
         policy = slot.policy
         for name, note in slo_warnings(ttft_slo_s=policy.ttft_slo_s, itl_slo_s=policy.itl_slo_s):

@@ -27,7 +27,7 @@ from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.known_steps import KnownSteps
-from weightsync.receive.plan import PullPlan, Step, plans
+from weightsync.receive.plan import PlanStep, PullPlan, plans
 from weightsync.receive.staged import Applied, Staged, write_state
 from weightsync.receive.staging import Staging
 from weightsync.receive.target import ApplyTarget
@@ -59,7 +59,7 @@ class _Copy:
     """The last state of another trainer's store that was staged for a holder of parts, who cannot
     check a delta by them: the next deltas are applied to it, in its file, and checked there."""
 
-    step: Step
+    step: PlanStep
     """A plan step that stands for the copy: a full checkpoint with 0 bytes to read."""
     staged: Staged
 
@@ -216,7 +216,7 @@ class Receiver:
             check_base(plan.manifest, self.base)
             yield plan
 
-    def _step(self, ref: VersionRef) -> Step | None:
+    def _step(self, ref: VersionRef) -> PlanStep | None:
         if self._copy is not None and ref == self._copy.step.ref:
             return self._copy.step
         return self._steps.step(ref)
@@ -267,7 +267,7 @@ class Receiver:
             staged = staging.staged()
         if keeps:
             full = replace(plan.manifest, base_version=None, delta_encoding=None)
-            self._copy = _Copy(Step(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
+            self._copy = _Copy(PlanStep(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
         return staged
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:

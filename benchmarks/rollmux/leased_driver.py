@@ -25,8 +25,8 @@ from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
-    NarrowPermit,
     RecallTail,
+    ReportNarrowed,
     TailSample,
     TailState,
 )
@@ -232,7 +232,7 @@ class LeasedDriver(Driver):
             self._poll_soon(worker, TAIL_POLL_S)
         for effect in effects:
             match effect:
-                case NarrowPermit():
+                case ReportNarrowed():
                     self._send(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
                 case RecallTail(how=how):
                     self._send(Beat(job=worker.job, epoch=worker.epoch, recall=how))

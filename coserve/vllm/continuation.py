@@ -46,7 +46,9 @@ def _register() -> None:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     InputProcessor.process_inputs = _checked(InputProcessor.process_inputs)
-    RequestState.from_new_request = classmethod(_spoken(RequestState.from_new_request.__func__))
+    RequestState.from_new_request = classmethod(
+        _with_emitted_text(RequestState.from_new_request.__func__)
+    )
     Request.__init__ = _resumed(Request.__init__)
     StructuredOutputManager._create_grammar = _advanced(StructuredOutputManager._create_grammar)
     CachedRequestState.__post_init__ = _with_output(CachedRequestState.__post_init__)
@@ -93,10 +95,10 @@ def _checked(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _spoken(from_new_request: Callable[..., Any]) -> Callable[..., Any]:
+def _with_emitted_text(from_new_request: Callable[..., Any]) -> Callable[..., Any]:
     """The detokenizer: text before the seam is known, so that stop strings may begin in it."""
 
-    def spoken(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_emitted_text(cls: Any, *args: Any, **kwargs: Any) -> Any:
         state = from_new_request(cls, *args, **kwargs)
         request = kwargs["request"] if "request" in kwargs else args[1]
         if emitted := emitted_tokens(request.sampling_params):
@@ -105,7 +107,7 @@ def _spoken(from_new_request: Callable[..., Any]) -> Callable[..., Any]:
             state.sent_tokens_offset = len(emitted)
         return state
 
-    return spoken
+    return with_emitted_text
 
 
 def _resumed(init: Callable[..., None]) -> Callable[..., None]:

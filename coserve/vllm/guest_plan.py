@@ -53,7 +53,7 @@ class GuestSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanOption:
     """One option of the plan: whether it is possible here, whether it is taken, and why."""
 
     question: str
@@ -92,22 +92,24 @@ def plan(settings: GuestSettings, vllm: Capabilities) -> GuestPlan:
     return GuestPlan(chosen, memory, share, 0)
 
 
-def answers(settings: GuestSettings, vllm: Capabilities) -> tuple[Answer, ...]:
-    """Answers for every choice, also where `plan` refuses."""
+def plan_options(settings: GuestSettings, vllm: Capabilities) -> tuple[PlanOption, ...]:
+    """Every option, also where `plan` refuses."""
     leave = partial(_weights_leave, settings, vllm)
-    asleep = _answer("asleep", "weights leave", leave, taken=settings.sleeps)
+    asleep = _plan_option("asleep", "weights leave", leave, taken=settings.sleeps)
     return (*_isolations(settings), *_memories(settings, vllm), asleep)
 
 
-def _answer(question: str, choice: str, explain: Callable[[], str], *, taken: bool) -> Answer:
+def _plan_option(
+    question: str, choice: str, explain: Callable[[], str], *, taken: bool
+) -> PlanOption:
     """`explain` says why the choice is possible, or raises why it is not."""
     try:
-        return Answer(question, choice, True, taken, explain())
+        return PlanOption(question, choice, True, taken, explain())
     except (ConfigError, Unsupported) as error:
-        return Answer(question, choice, False, False, str(error))
+        return PlanOption(question, choice, False, False, str(error))
 
 
-def _isolations(settings: GuestSettings) -> Iterator[Answer]:
+def _isolations(settings: GuestSettings) -> Iterator[PlanOption]:
     chosen = settings.isolation or backends.choose(gpus=settings.gpus).backend
 
     def effect(backend: IsolationBackend) -> str:
@@ -116,7 +118,7 @@ def _isolations(settings: GuestSettings) -> Iterator[Answer]:
 
     for backend in IsolationBackend:
         taken = backend is chosen
-        yield _answer("isolation", backend, partial(effect, backend), taken=taken)
+        yield _plan_option("isolation", backend, partial(effect, backend), taken=taken)
 
 
 _EFFECT = {
@@ -128,11 +130,11 @@ _EFFECT = {
 }
 
 
-def _memories(settings: GuestSettings, vllm: Capabilities) -> Iterator[Answer]:
+def _memories(settings: GuestSettings, vllm: Capabilities) -> Iterator[PlanOption]:
     taken = _memory(settings)
     for memory in MemoryPlacement:
         held = partial(_held, memory, settings, vllm)
-        yield _answer("memory", memory, held, taken=memory is taken)
+        yield _plan_option("memory", memory, held, taken=memory is taken)
 
 
 def _memory(settings: GuestSettings) -> MemoryPlacement:

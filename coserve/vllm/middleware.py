@@ -80,7 +80,11 @@ class PulseMiddleware:
         socket = scope["type"] == "websocket"
         request = _Arrival(self._reporter, receive, socket=socket)
         try:
-            await self._app(scope, request, _speaking(self._reporter, send) if socket else send)
+            await self._app(
+                scope,
+                request,
+                _recording_websocket_messages(self._reporter, send) if socket else send,
+            )
         finally:
             request.end(outlived=_path(scope) == _OUTLIVING)
 
@@ -94,12 +98,12 @@ def _attached_reporter() -> "PulseReporter | None":
     return reporter
 
 
-def _speaking(reporter: "PulseReporter", send: Send) -> Send:
-    async def speak(message: Message) -> None:
-        reporter.speak()
+def _recording_websocket_messages(reporter: "PulseReporter", send: Send) -> Send:
+    async def record_and_send(message: Message) -> None:
+        reporter.record_websocket_message()
         await send(message)
 
-    return speak
+    return record_and_send
 
 
 class _Arrival:
@@ -119,7 +123,7 @@ class _Arrival:
     async def __call__(self) -> Message:
         message = await self._receive()
         if self._socket:
-            self._reporter.speak()
+            self._reporter.record_websocket_message()
         if not self._complete and message["type"] == "http.request":
             self._body_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):

@@ -175,7 +175,7 @@ class PulseReporter:
         self.report(lambda _: self._state.connect(key))
         return key
 
-    def speak(self) -> None:
+    def record_websocket_message(self) -> None:
         """Record a message over a WebSocket; it is published with the next step."""
         self._state.spoken_ns = monotonic_ns()
 

@@ -266,7 +266,7 @@ class CoserveScheduler(AsyncScheduler):
             self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
             self._slot.kv_obeyed_tokens = budget_tokens
             self._slot.kv_short_tokens = short_tokens
-            self._lay_weights_down()
+            self._offload_weights()
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and not self.running and self._all_waiting():
@@ -296,19 +296,19 @@ class CoserveScheduler(AsyncScheduler):
             return False
         with self._work.measured(WAKE):
             wake(self._core.model_executor)
-        self._tell_residency(away=False)
+        self._report_residency(away=False)
         return True
 
-    def _lay_weights_down(self) -> None:
+    def _offload_weights(self) -> None:
         """Offload the weights once no request, no launched step and no cached prefix is left."""
         if not self._slot.sleeps or self._weights_asleep() or not self._slot.granted.asleep:
             return
         if self.requests or self._core.batch_queue or self._kv.blocks_usable:
             return
         self._core.model_executor.sleep(LEVEL)
-        self._tell_residency(away=True)
+        self._report_residency(away=True)
 
-    def _tell_residency(self, *, away: bool) -> None:
+    def _report_residency(self, *, away: bool) -> None:
         self._slot.load.weights_away = away
         self._ask_workers()
 

@@ -19,7 +19,7 @@ from coserve.guest.gpus import Gpu, gpus
 from coserve.guest.isolation import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
+from coserve.vllm.guest_plan import GuestPlan, GuestSettings, PlanOption, plan, plan_options
 from harvester.agent.guest_engine import GuestEngine, run_with_restarts
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.mps_watch import MpsWatch
@@ -68,7 +68,9 @@ def guest(
         console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
     vllm = supported_vllm()
     settings = _settings(chosen, requested)
-    console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
+    console.print(
+        _table(plan_options(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}")
+    )
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
     seen = outlook(planned.isolation, agent.settings_of(chosen), pages) if dry_run else ()
@@ -255,11 +257,11 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: PageDirectory) -> list[s
     return notes
 
 
-def _table(answers: Sequence[Answer], *, title: str) -> Table:
+def _table(options: Sequence[PlanOption], *, title: str) -> Table:
     table = Table("", "choice", "", "why", title=title, title_justify="left")
-    for answer in answers:
-        mark = "taken" if answer.taken else "possible" if answer.possible else "not here"
-        table.add_row(*map(printable, (answer.question, answer.choice, mark, answer.why)))
+    for option in options:
+        mark = "taken" if option.taken else "possible" if option.possible else "not here"
+        table.add_row(*map(printable, (option.question, option.choice, mark, option.why)))
     return table
 
 

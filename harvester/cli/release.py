@@ -37,16 +37,16 @@ def release(
         whole_file.replace(path, text + b"\n", mode=0o644)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    obeyed = _obeyed(path)
+    taken = _release_taken(path)
     typer.echo(
         f"{chosen.name}: the agent has taken it; the slot is in no quarantine"
-        if obeyed
+        if taken
         else f"{chosen.name}: no agent has taken it yet; the next one that starts or can write "
         f"its journal will ({path})"
     )
 
 
-def _obeyed(path: Path) -> bool:
+def _release_taken(path: Path) -> bool:
     clock = MonotonicClock()
     until_s = clock.now() + _PATIENCE_S
     while path.exists():

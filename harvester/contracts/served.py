@@ -66,7 +66,7 @@ miss counts as production's own. A busy service has a thousand requests within o
 _HOURS_LEAST = 8
 
 
-def _sure(excess: Sequence[float]) -> float:
+def _lower_bound(excess: Sequence[float]) -> float:
     """The sum that is sure, of one number for each hour with requests of both kinds.
 
     Hours are compared with themselves, so that load and bursts that both kinds see cancel.
@@ -83,4 +83,4 @@ def charged_misses(total: Served, excess: Sequence[float], *, granted_hours: int
     """Misses charged to harvesting. `excess`: of each hour with requests of both kinds;
     `granted_hours`: hours with granted requests."""
     unproven = granted_hours >= _UNPROVEN_HOURS and total.granted >= _UNPROVEN_REQUESTS
-    return total.granted_misses if unproven and not total.withheld else _sure(excess)
+    return total.granted_misses if unproven and not total.withheld else _lower_bound(excess)

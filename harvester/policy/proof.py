@@ -16,7 +16,14 @@ import xxhash
 
 from harvester.policy.harm_test import SUSPICION, SUSPICION_OF_NEWCOMER, RiseLimit
 from harvester.policy.settings import ProofSettings
-from harvester.policy.slices import EDGE_RATIO, Impact, LatencyEvidence, Slice, SliceSamples, p99
+from harvester.policy.slices import (
+    EDGE_RATIO,
+    Impact,
+    LatencyEvidence,
+    ProofSlice,
+    SliceSamples,
+    p99,
+)
 
 _P99_TIMES = 10.0
 _SLICE_MOST_S = 120.0
@@ -31,7 +38,7 @@ _RATE_MEMORY_S = 600.0
 
 
 class ProofState(msgspec.Struct, kw_only=True):
-    slices: list[Slice] = []
+    slices: list[ProofSlice] = []
     """Current slice, previous slice, and older slices that may have requests in flight."""
     outlines: list[tuple[float, float, float | None]] = []
     """Outlines of the slices before those."""
@@ -109,7 +116,7 @@ class Proof:
         return slices[-1].withheld
 
     def stands_for(self, arrival_s: float) -> float | None:
-        """`Slice.stands_for` of the slice in which a request arrived; None if it counts to none.
+        """`ProofSlice.stands_for` of a request's slice, by arrival; None if it counts to none.
 
         A request that waited for longer than slices are remembered counts as beside the guest.
         """
@@ -165,7 +172,7 @@ class Proof:
             # The evidence that caused the stop is spent: harvesting needs a new proof.
             self.state = ProofState()
 
-    def _finished(self, now: float) -> Iterator[Slice]:
+    def _finished(self, now: float) -> Iterator[ProofSlice]:
         """Slices whose requests have had enough time to get their first token."""
         slices = self.state.slices
         while len(slices) > 1:
@@ -175,7 +182,7 @@ class Proof:
                 return
             yield slices.pop(0)
 
-    def _judge(self, done: Slice) -> None:
+    def _judge(self, done: ProofSlice) -> None:
         if done.counts:
             state, kept = self.state, math.exp(-done.length_s / _RATE_MEMORY_S)
             state.judged_s += done.length_s
@@ -196,7 +203,7 @@ class Proof:
             risen = any(rises) and not suspected
             state.rise_limit.observe(risen=risen, slice_s=done.length_s)
 
-    def _begin(self, now: float) -> Slice:
+    def _begin(self, now: float) -> ProofSlice:
         state, settings = self.state, self._settings
         number = int(now // settings.slice_s)
         waits_s = _P99_TIMES * p99(state.ttft.recent_s)
@@ -212,7 +219,7 @@ class Proof:
         length_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s)) - now
         if length_s < EDGE_RATIO * settings.slice_s:
             length_s += settings.slice_s  # No beat may meet the rest, which rounding makes 0.
-        return Slice(
+        return ProofSlice(
             begin_s=now,
             length_s=length_s,
             withheld=_draw(number, settings.seed) < share,

@@ -77,7 +77,7 @@ class SliceSamples(msgspec.Struct, kw_only=True):
             self.kept_s.append(latency_s)
 
 
-class Slice(msgspec.Struct, kw_only=True):
+class ProofSlice(msgspec.Struct, kw_only=True):
     begin_s: float
     length_s: float
     withheld: bool
@@ -147,7 +147,7 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
 
     def add(
         self,
-        done: Slice,
+        done: ProofSlice,
         samples: SliceSamples,
         *,
         allowed: float,

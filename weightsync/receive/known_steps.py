@@ -10,7 +10,7 @@ from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.reading.store import Store
-from weightsync.receive.plan import Step, likely_refs
+from weightsync.receive.plan import PlanStep, likely_refs
 
 MAX_REMEMBERED_STEPS = 256
 _COMPOSED_FROM = 4
@@ -24,7 +24,7 @@ class KnownSteps:
         self._store, self._pool = store, pool
         self.present: frozenset[VersionRef] = frozenset()
         """Every directory that has a version's name, and skip deltas that a server would make."""
-        self._steps: dict[VersionRef, Step] = {}
+        self._steps: dict[VersionRef, PlanStep] = {}
 
     def listed(self, current: WeightVersion | None, target: WeightVersion) -> WeightVersion | None:
         """List the store for a plan between these versions; returns the newest version."""
@@ -34,7 +34,7 @@ class KnownSteps:
             self.present |= {VersionRef(Kind.SKIP, target, current)}
         return latest
 
-    def step(self, ref: VersionRef) -> Step | None:
+    def step(self, ref: VersionRef) -> PlanStep | None:
         """Manifest and size of a directory that was there when the store was listed, else None."""
         if ref not in self.present:
             return None
@@ -50,7 +50,7 @@ class KnownSteps:
                 # that has not composed a delta in time would be waited for each time.
                 self.present -= {ref}
                 return None
-            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
+            self._steps[ref] = PlanStep(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
 
     def look_ahead(self, since: WeightVersion | None, target: WeightVersion) -> None:

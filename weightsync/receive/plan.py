@@ -23,7 +23,7 @@ MAX_CHAIN = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlanStep:
     """One directory to read."""
 
     ref: VersionRef
@@ -37,8 +37,8 @@ class PullPlan:
 
     current: WeightVersion | None
     """The version that the steps build on; None if they start from a full checkpoint."""
-    steps: tuple[Step, ...]
-    root: Step | None
+    steps: tuple[PlanStep, ...]
+    root: PlanStep | None
     """The full checkpoint whose layout holds for all steps; None uses the holder's layout."""
     manifest: Manifest
     """Manifest of the target version, from the last step."""
@@ -52,7 +52,7 @@ class PullPlan:
         return sum(step.size_bytes for step in self.steps)
 
 
-StepOf: TypeAlias = Callable[[VersionRef], Step | None]
+StepOf: TypeAlias = Callable[[VersionRef], PlanStep | None]
 """The step for one directory, None if it does not exist; raises Corrupt."""
 
 
@@ -69,7 +69,7 @@ class _Walk:
     """The oldest version that was reached."""
     has_skipped: bool = False
 
-    def __iter__(self) -> Iterator[tuple[WeightVersion, list[Step], Step | None]]:
+    def __iter__(self) -> Iterator[tuple[WeightVersion, list[PlanStep], PlanStep | None]]:
         """(version, its full checkpoints, the delta that leads to it) of every version."""
         self.last = self.target
         for _ in range(MAX_CHAIN):
@@ -81,7 +81,7 @@ class _Walk:
         limit = f"over {MAX_CHAIN} deltas away from a full checkpoint"
         self.faults.append(Stale(f"version {self.target} is {limit}"))
 
-    def _steps_to(self, at: WeightVersion) -> tuple[list[Step], Step | None]:
+    def _steps_to(self, at: WeightVersion) -> tuple[list[PlanStep], PlanStep | None]:
         anchor = self._look(VersionRef(Kind.ANCHOR, at))
         fulls = [] if anchor is None else [anchor]
         for ref in self.skips.get(at, ()):
@@ -97,7 +97,7 @@ class _Walk:
             return fulls, weight
         return [*fulls, weight], None
 
-    def _look(self, ref: VersionRef) -> Step | None:
+    def _look(self, ref: VersionRef) -> PlanStep | None:
         try:
             return self.step_of(ref)
         except (Corrupt, Unsupported, Stale) as fault:
@@ -184,9 +184,9 @@ def _plans_along(
     walk: _Walk, current: WeightVersion | None, *, layout_is_known: bool
 ) -> Iterator[PullPlan]:
     goal: Manifest | None = None
-    chain: tuple[Step, ...] = ()
-    held: tuple[Step, ...] | None = None
-    fulls: list[tuple[Step, ...]] = []
+    chain: tuple[PlanStep, ...] = ()
+    held: tuple[PlanStep, ...] | None = None
+    fulls: list[tuple[PlanStep, ...]] = []
     for version, here, delta in walk:
         goal = goal or next((step.manifest for step in (delta, *here) if step), None)
         if goal is None:
@@ -229,9 +229,9 @@ def _no_way(
 
 def _ways(
     goal: Manifest,
-    fulls: Sequence[tuple[Step, ...]],
+    fulls: Sequence[tuple[PlanStep, ...]],
     current: WeightVersion | None,
-    held: tuple[Step, ...] | None,
+    held: tuple[PlanStep, ...] | None,
 ) -> list[PullPlan]:
     """Ways from each of these full checkpoints, and from the current version with their layout."""
     ways = [

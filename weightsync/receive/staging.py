@@ -24,7 +24,7 @@ from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.full_state import FullState, StoredEntry, advance, entry_digests
 from weightsync.receive.held_parts import EntryPart, HeldParts, everything, placed, runs
-from weightsync.receive.plan import PullPlan, Step
+from weightsync.receive.plan import PlanStep, PullPlan
 from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts
 from weightsync.receive.stored_delta import StoredDelta, decoded_bytes
 from weightsync.transport.ranges import ByteSpan
@@ -82,7 +82,7 @@ class Staging:
         self._whole_bytes = 0
         """Size of shards that were read whole."""
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: PlanStep) -> None:
         """Read one version; raises Corrupt."""
         found: set[str] = set()
         doubles: dict[str, str | None] = {}
@@ -142,7 +142,7 @@ class Staging:
             budget=self._budget,
         )
 
-    def _fetched(self, step: Step, shard: str) -> tuple[ShardCopy, ShardHeader]:
+    def _fetched(self, step: PlanStep, shard: str) -> tuple[ShardCopy, ShardHeader]:
         copy = self._store.shard(
             step.ref, step.manifest, shard, self._spool, lent_bytes=self._budget.lent_bytes
         )
@@ -167,7 +167,7 @@ class Staging:
             if found != known:
                 raise Corrupt(f"{part.entry} is {found}, and was {known} a moment ago")
 
-    def _spans(self, step: Step, header: ShardHeader, part: EntryPart) -> Iterator[ByteSpan]:
+    def _spans(self, step: PlanStep, header: ShardHeader, part: EntryPart) -> Iterator[ByteSpan]:
         begin, end = header.offsets[part.entry]
         if not step.manifest.is_full:
             yield ByteSpan(begin, end)
@@ -191,7 +191,7 @@ class Staging:
         if any(self._table.get(entry) != digest for entry, digest in digests.items()):
             raise Corrupt(f"version {self._plan.target}: a tensor differs from the published one")
 
-    def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
+    def _take_changes(self, step: PlanStep, copy: ShardCopy, header: ShardHeader) -> None:
         """Decode every change, so that a broken change is found now; keep the changes that fit."""
         where = step.ref.directory
         unknown = sorted(set(header.layout) - set(self._read.entries))
@@ -315,7 +315,7 @@ class Staging:
         return {} if self._plan.manifest.section else self._checksums
 
 
-def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:
+def _mapped_here(step: PlanStep, shard: str, header: ShardHeader) -> ShardHeader:
     """A shard's header without tensors that the index maps to another shard. Every rank of slime
     writes replicated tensors, and the second application of one XOR delta would undo the first."""
     shard_of = step.manifest.weight_map
@@ -325,7 +325,9 @@ def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:
     return replace(header, layout=here)
 
 
-def _check_given(step: Step, shard: str, header: ShardHeader, checksums: Mapping[str, str]) -> None:
+def _check_given(
+    step: PlanStep, shard: str, header: ShardHeader, checksums: Mapping[str, str]
+) -> None:
     """Raises Corrupt or Unsupported if a tensor of a foreign delta could not be verified."""
     state_hash.check_algorithm(step.manifest.checksum_format)
     without = sorted(header.layout.keys() - checksums.keys())

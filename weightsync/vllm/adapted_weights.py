@@ -3,7 +3,7 @@
 An adapter's version names the base that it was trained on. It is put in force on exactly that base:
 the engine first brings its base there, in the same pause. A base with adapters in force moves in no
 other way, so that no request is ever sampled by an adapter on a foreign base. Decides the order of
-versions; `slots` holds the adapters in vLLM.
+versions; `storage` holds the adapters in vLLM.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from weightsync.vllm.stager import Stager, StageState, StageStatus
 _RESTART = "or restart the engine to serve another base"
 
 
-class Slots(Protocol):
+class AdapterStorage(Protocol):
     """An engine's storage for adapters. A form is its representation of PEFT's files."""
 
     def read(self, directory: Path) -> Any:
@@ -52,10 +52,10 @@ class _ComingAdapter:
 class AdaptedWeights:
     """The engine's own thread calls its methods."""
 
-    def __init__(self, base: EngineWeights, stores: AdapterStores, slots: Slots) -> None:
+    def __init__(self, base: EngineWeights, stores: AdapterStores, storage: AdapterStorage) -> None:
         self._base = base
         self._stores = stores
-        self._slots = slots
+        self._storage = storage
         self._stager: Stager[_ComingAdapter] = Stager()
         self._reader: Stager[Manifest | None] = Stager()
         self._moves_base = False
@@ -163,14 +163,14 @@ class AdaptedWeights:
         request.check(applied.state_hash)
         if not self._is_on(record):
             self._move_base(name, record, coming.form)
-        self._slots.put(name, coming.form)
+        self._storage.put(name, coming.form)
         self._held[name] = coming.copy
         return applied
 
     def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:
         self._check_base_moves(name, record)
         # Faults of the adapter are found before the base moves.
-        self._slots.check(form)
+        self._storage.check(form)
         self._base.load(_base_request(record))
 
     def _check_base_moves(self, name: str | None, record: AdapterRecord) -> None:
@@ -223,7 +223,7 @@ class AdaptedWeights:
         copy = self._stores.copied(request.store, request.version, held)
         with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
             copy.write_to(Path(directory))
-            return _ComingAdapter(copy, self._slots.read(Path(directory)), held)
+            return _ComingAdapter(copy, self._storage.read(Path(directory)), held)
 
 
 def _base_request(record: AdapterRecord) -> RequestedVersion:

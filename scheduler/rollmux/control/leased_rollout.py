@@ -20,8 +20,8 @@ from scheduler.rollmux.permits.leased_tail import (
     BULK_RATIO,
     EngineSwitches,
     LeasedTail,
-    NarrowPermit,
     RecallTail,
+    ReportNarrowed,
     Tail,
     TailSample,
     TailState,
@@ -145,7 +145,7 @@ class LeasedRollout:
             self._measure_bulk()
         for effect in self._tail.observe(self._sample(), now=self._clock.now()):
             match effect:
-                case NarrowPermit():
+                case ReportNarrowed():
                     self._permit.narrowed()
                 case RecallTail():
                     self._permit.recall(effect.how)

@@ -302,7 +302,7 @@ class PhaseClient:
         try:
             permit.end()
             self._open = None
-            left = self._calls.leave(leave, timeout_s=timeout_s)
+            reply = self._calls.leave(leave, timeout_s=timeout_s)
         except BaseException as error:
             # Another job may be where its states are, or is once the permit has lapsed.
             self._open = None
@@ -312,17 +312,17 @@ class PhaseClient:
                 return
             raise
         if not failed:
-            self._obey(left)
+            self._apply_leave_reply(reply)
 
-    def _obey(self, left: Reply) -> None:
-        if not isinstance(left, Accepted):
+    def _apply_leave_reply(self, reply: Reply) -> None:
+        if not isinstance(reply, Accepted):
             return
-        if left.unload:
-            self._loaded.release(left.unload)
-        if left.move is None or self.placement is None:
+        if reply.unload:
+            self._loaded.release(reply.unload)
+        if reply.move is None or self.placement is None:
             return
         self._loaded.release()
-        self._on_move(left.move)
+        self._on_move(reply.move)
         self._place_again()
 
     def _place_again(self) -> None:

@@ -168,8 +168,8 @@ class JobHistory:
                 why = "its process gave up the wait for a placement"
             case _:
                 why = "it was silent for too long"
-        fared = "" if close is None else f"; {_fared(close)}"
-        yield HistoryEntry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
+        closing = "" if close is None else f"; {_closing_text(close)}"
+        yield HistoryEntry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{closing}")
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
@@ -220,7 +220,7 @@ def _or_none(nodes: tuple[NodeId, ...]) -> str:
     return " ".join(nodes) or "(no node is free)"
 
 
-def _fared(close: CloseJob) -> str:
+def _closing_text(close: CloseJob) -> str:
     kept = "kept" if close.kept else "broken"
     return (
         f"after {close.iterations} iterations and {close.moves} moves its slow-down was "

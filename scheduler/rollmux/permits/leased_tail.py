@@ -89,8 +89,8 @@ class TailSample:
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowPermit:
-    """Tell the control that the nodes are empty."""
+class ReportNarrowed:
+    """Report to the control that the nodes are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RecallTail:
     how: Recall
 
 
-TailEffect = NarrowPermit | RecallTail
+TailEffect = ReportNarrowed | RecallTail
 
 
 class TailEnd(StrEnum):
@@ -191,7 +191,7 @@ class LeasedTail:
             return ()
         self._asked_s = now
         if stage is PermitStage.NARROWING:
-            return (NarrowPermit(),)
+            return (ReportNarrowed(),)
         if stage is not PermitStage.TAILING:
             return ()
         return (RecallTail(Recall.WHEN_FREE if self.state is TailState.AWAY else Recall.IN_LINE),)

@@ -63,9 +63,10 @@ retention retry return revocations revoke ring rise risk role rollout room root 
 row rules run runner sample scan scenarios scheduled scores seal searched seconds section seen
 segment selection sender sense sensor sent serve settings settle sglang shadow shape shard share
 shelf short siblings side signal simulate single sizes skipped slowdown snapshot socket source
-sparse spec spent spool sqlite squares stage stale stat state status step stock stopped streak
-stream stretch strict struct submission submit successful sum summary switch sync systemd table take
-target template tenant tensor terms test text thread threshold tile time timeline timeouts timestamp
+sparse spec spent spool sqlite squares stage stale stat state status step stock stopped storage
+streak stream stretch strict struct submission submit successful sum summary switch sync systemd
+table take target template tenant tensor terms test text thread threshold tile time timeline
+timeouts timestamp
 tinker tls token total trainer transfer transport trigger type unanswered undo undone unload
 unplaced unreachable unrecorded unsafe unseen unshared unsupported up update upstream usage use
 value varint verdict view virtual vllm wait waker walk warn watch watchdog weight weightsync whole

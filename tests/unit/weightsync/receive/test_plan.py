@@ -10,14 +10,14 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import IndexSection, Manifest
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.receive.plan import MAX_CHAIN, PullPlan, Step, likely_refs, plans
+from weightsync.receive.plan import MAX_CHAIN, PlanStep, PullPlan, likely_refs, plans
 
 
 @dataclass
 class FakeStore:
     """Versions by size; a base of None is a full one."""
 
-    steps: dict[VersionRef, Step] = field(default_factory=dict)
+    steps: dict[VersionRef, PlanStep] = field(default_factory=dict)
     broken: set[VersionRef] = field(default_factory=set)
     asked: list[VersionRef] = field(default_factory=list)
 
@@ -33,14 +33,14 @@ class FakeStore:
             weight_map={},
             section=IndexSection(1, "", 0, {}) if is_ours else None,
         )
-        self.steps[ref] = Step(ref, manifest, size_bytes)
+        self.steps[ref] = PlanStep(ref, manifest, size_bytes)
 
     def add_skip(self, base: int, version: int, size_bytes: int) -> None:
         ref = VersionRef(Kind.SKIP, WeightVersion(version), WeightVersion(base))
         weight = self.steps[VersionRef(Kind.WEIGHT, ref.version)].manifest
-        self.steps[ref] = Step(ref, replace(weight, base_version=ref.base), size_bytes)
+        self.steps[ref] = PlanStep(ref, replace(weight, base_version=ref.base), size_bytes)
 
-    def step(self, ref: VersionRef) -> Step | None:
+    def step(self, ref: VersionRef) -> PlanStep | None:
         self.asked.append(ref)
         if ref in self.broken:
             raise Corrupt(f"{ref.directory} is broken")
@@ -278,7 +278,7 @@ def test_a_skip_delta_with_another_base_than_its_name_is_not_taken(store: FakeSt
     store.add_skip(5, 7, 15)
     ref = VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(5))
     wrong = replace(store.steps[ref].manifest, base_version=WeightVersion(4))
-    store.steps[ref] = Step(ref, wrong, 15)
+    store.steps[ref] = PlanStep(ref, wrong, 15)
     assert _directories(_plan(store, 5, 7)) == ["weight_v000006", "weight_v000007"]
 
 

@@ -39,7 +39,7 @@ def lora(step: int) -> State:
 
 
 @dataclass
-class Slots:
+class PlainStorage:
     """Holds the adapter as PEFT would read it; refuses on request."""
 
     held: dict[str, State] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Engine:
     done: list[Published]
     weights: AdaptedWeights
     model: PlainModel
-    slots: Slots
+    storage: PlainStorage
 
     def adapter(self, store: str, version: int, **more: Any) -> Any:
         named = {"adapter": "policy", **more}
@@ -96,10 +96,10 @@ class Engine:
 def engine(published: tuple[Path, list[Published]], states: tuple[State, ...]) -> Iterator[Engine]:
     """Base versions 1 to 8 in `store`; adapters 1 and 2 on base 3 in `lora`."""
     root = published[0].parent
-    model, slots = PlainModel(states[0]), Slots()
+    model, storage = PlainModel(states[0]), PlainStorage()
     base = EngineWeights(model, None, StoreRoot(root), packed_ahead_bytes=0)
-    made = AdaptedWeights(base, AdapterStores(StoreRoot(root)), slots)
-    engine = Engine(root, published[1], made, model, slots)
+    made = AdaptedWeights(base, AdapterStores(StoreRoot(root)), storage)
+    engine = Engine(root, published[1], made, model, storage)
     engine.publishes("lora", 3, 1, 2)
     yield engine
     made.close()
@@ -108,7 +108,7 @@ def engine(published: tuple[Path, list[Published]], states: tuple[State, ...]) -
 def test_an_adapter_brings_its_base_along(engine: Engine, states: tuple[State, ...]) -> None:
     applied = engine.adapter("lora", 1)
     assert engine.model.holds(states[2])
-    assert engine.slots.holds("policy", lora(1))
+    assert engine.storage.holds("policy", lora(1))
     report = engine.weights.report()
     assert (report["store"], report["version"]) == ("store", 3)
     told = report["adapters"]["policy"]
@@ -127,12 +127,12 @@ def test_a_verdict_of_all_ranks_is_on_the_base_that_an_adapter_brings(
     with pytest.raises(Corrupt, match="in this engine's ranks would not be the published state"):
         engine.weights.load(wanted)
     assert engine.model.holds(states[1])
-    assert not engine.slots.held
+    assert not engine.storage.held
     engine.weights.sums(wanted)
     engine.weights.judge(SumVerdict())
     engine.weights.load(wanted)
     assert engine.model.holds(states[2])
-    assert engine.slots.holds("policy", lora(1))
+    assert engine.storage.holds("policy", lora(1))
 
 
 def test_the_next_version_takes_the_place_of_the_one_before(engine: Engine) -> None:
@@ -140,8 +140,8 @@ def test_the_next_version_takes_the_place_of_the_one_before(engine: Engine) -> N
     loads = engine.model.loads
     applied = engine.adapter("lora", 2)
     assert not applied.from_full
-    assert engine.slots.holds("policy", lora(2))
-    assert list(engine.slots.held) == ["policy"]
+    assert engine.storage.holds("policy", lora(2))
+    assert list(engine.storage.held) == ["policy"]
     assert engine.model.loads == loads
 
 
@@ -151,7 +151,7 @@ def test_nothing_changes_while_an_adapter_and_its_base_are_staged(
     engine.base(2)
     assert engine.stage("lora", 1) is StageState.READY
     assert engine.model.holds(states[1])
-    assert not engine.slots.held
+    assert not engine.storage.held
     engine.adapter("lora", 1)
     assert engine.model.holds(states[2])
 
@@ -162,7 +162,7 @@ def test_a_stage_on_another_version_is_made_again(engine: Engine) -> None:
     engine.stage("lora", 3)
     engine.adapter("lora", 2)
     engine.adapter("lora", 3)
-    assert engine.slots.holds("policy", lora(3))
+    assert engine.storage.holds("policy", lora(3))
 
 
 def test_an_adapter_of_a_newer_base_moves_the_base(
@@ -172,7 +172,7 @@ def test_an_adapter_of_a_newer_base_moves_the_base(
     engine.publishes("lora", 5, 4)
     engine.adapter("lora", 3)
     assert engine.model.holds(states[4])
-    assert engine.slots.holds("policy", lora(4))
+    assert engine.storage.holds("policy", lora(4))
     assert engine.weights.is_loaded
 
 
@@ -206,7 +206,7 @@ def test_an_adapter_of_an_older_base_is_stale(engine: Engine, states: tuple[Stat
     with pytest.raises(Stale, match=message):
         engine.stage("lora", 1)
     assert engine.model.holds(states[3])
-    assert not engine.slots.held
+    assert not engine.storage.held
     assert engine.weights.is_loaded
 
 
@@ -217,13 +217,13 @@ def test_two_adapters_share_a_base_and_neither_moves_it(
     engine.publishes("next", 5, 8)
     engine.adapter("lora", 1)
     engine.adapter("other", 1, adapter="critic")
-    assert engine.slots.holds("critic", lora(7))
+    assert engine.storage.holds("critic", lora(7))
     with pytest.raises(ConfigError, match="adapter critic to another base"):
         engine.adapter("next", 1)
     with pytest.raises(ConfigError, match="adapter critic to another base"):
         engine.stage("next", 1, adapter="policy")
     assert engine.model.holds(states[2])
-    assert engine.slots.holds("policy", lora(1))
+    assert engine.storage.holds("policy", lora(1))
 
 
 def test_an_adapter_that_fits_no_layer_leaves_base_and_adapter(
@@ -231,11 +231,11 @@ def test_an_adapter_that_fits_no_layer_leaves_base_and_adapter(
 ) -> None:
     engine.adapter("lora", 1)
     engine.publishes("lora", 5, 4)
-    engine.slots.refusal = ConfigError("does not fit")
+    engine.storage.refusal = ConfigError("does not fit")
     with pytest.raises(ConfigError, match="does not fit"):
         engine.adapter("lora", 3)
     assert engine.model.holds(states[2])
-    assert engine.slots.holds("policy", lora(1))
+    assert engine.storage.holds("policy", lora(1))
     assert engine.weights.is_loaded
 
 
@@ -249,7 +249,7 @@ def test_an_engine_whose_base_moved_without_its_adapter_holds_no_version(
         raise RuntimeError("torn")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.slots, "put", torn)
+        patched.setattr(engine.storage, "put", torn)
         with pytest.raises(RuntimeError):
             engine.adapter("lora", 3)
     assert not engine.weights.is_loaded
@@ -274,7 +274,7 @@ def test_a_version_of_another_run_brings_its_own_base(
     engine.stage("lora", 1)
     engine.adapter("lora", 1, state_hash=published.state_hash)
     assert engine.model.holds(states[4])
-    assert engine.slots.holds("policy", lora(4))
+    assert engine.storage.holds("policy", lora(4))
     assert engine.weights.is_loaded
 
 
@@ -291,7 +291,7 @@ def test_broken_files_are_refused_and_what_was_in_force_stays(engine: Engine, fi
     broken(engine.root / "again" / "weight_v000001" / file)
     with pytest.raises(Corrupt, match=r"differs from the published|digest is not"):
         engine.adapter("again", 1)
-    assert engine.slots.holds("policy", lora(1))
+    assert engine.storage.holds("policy", lora(1))
     assert engine.weights.is_loaded
 
 
@@ -311,7 +311,7 @@ def test_a_mistaken_request_changes_nothing(
     engine.base(3)
     with pytest.raises(error, match=message):
         engine.adapter(store, 1, **given)
-    assert not engine.slots.held
+    assert not engine.storage.held
     assert engine.weights.report()["version"] == THREE
 
 
@@ -323,7 +323,7 @@ def test_a_version_of_other_shapes_is_taken_whole(engine: Engine) -> None:
     with Publisher(engine.root / "lora", adapter=Adapter(on, CONFIG)) as publisher:
         publisher.publish(wider)
     assert engine.adapter("lora", 3).from_full
-    assert engine.slots.holds("policy", wider)
+    assert engine.storage.holds("policy", wider)
 
 
 def test_no_step_waits_for_a_store_while_a_version_is_staged(

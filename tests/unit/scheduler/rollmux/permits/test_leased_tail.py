@@ -14,8 +14,8 @@ from scheduler.rollmux.permits.leased_tail import (
     STARVED_S,
     EngineSwitches,
     LeasedTail,
-    NarrowPermit,
     RecallTail,
+    ReportNarrowed,
     TailEnd,
     TailSample,
     TailState,
@@ -53,15 +53,15 @@ def test_the_permit_is_narrowed_only_after_the_gateway_has_confirmed_that_engine
     assert scene.see(ASKED) == ()
     assert scene.tail.switches == LEASES_ALONE
     confirmed = TailSample(stage=PermitStage.NARROWING, engines_off=True)
-    assert scene.see(confirmed, after_s=0.1) == (NarrowPermit(),)
+    assert scene.see(confirmed, after_s=0.1) == (ReportNarrowed(),)
 
 
 def test_an_unconfirmed_narrowing_is_sent_again() -> None:
     scene = Scene()
     scene.see(ASKED)
     confirmed = TailSample(stage=PermitStage.NARROWING, engines_off=True, guest_serves=True)
-    assert scene.see(confirmed) == (NarrowPermit(),)
-    assert scene.see(confirmed, after_s=RECALL_S) == (NarrowPermit(),)
+    assert scene.see(confirmed) == (ReportNarrowed(),)
+    assert scene.see(confirmed, after_s=RECALL_S) == (ReportNarrowed(),)
 
 
 def test_a_tail_stays_without_guest_leases_or_waiting_jobs() -> None:
