@@ -163,7 +163,7 @@ _PHASES = (
         "permits_ended_total",
         _COUNTER,
         "phase reason",
-        "Permits ended, by reason; silent is a lost lease.",
+        "Permits ended, by reason; silent: the holder sent no beat for lease_s.",
     ),
     _phase("overruns_total", _COUNTER, "phase", "Phases that took longer than their job declared."),
     _phase(
@@ -188,11 +188,11 @@ _PHASES = (
         "",
         "Smallest delay that a placed job can still absorb.",
     ),
-    _phase("plan_promises", _GAUGE, "state", "Placed jobs: kept, within their SLO, or owed."),
+    _phase("plan_slos", _GAUGE, "state", "Placed jobs: kept, within their SLO, or owed."),
     _phase(
-        "plan_promises_ended_total",
+        "plan_slos_ended_total",
         _COUNTER,
-        "promise",
+        "state",
         "Jobs that ended after an iteration: kept or broken.",
     ),
     _phase("plan_longest_wait_seconds", _GAUGE, "", "Longest wait of a job without nodes."),

@@ -77,7 +77,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     phases: tuple[PhaseSpec, ...]
     """Rollout, training, and a weight sync where it takes time between two iterations."""
     slo: float
-    """Tolerated slow-down: time in company over time alone, from the placement on."""
+    """Largest allowed slow-down: duration on shared nodes over duration on dedicated nodes, from
+    the placement on."""
     host_bytes: int
     """State that stays resident in host memory of every node of the job."""
     tenant: TenantId = TenantId("default")

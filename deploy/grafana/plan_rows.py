@@ -1,4 +1,4 @@
-"""The dashboard row of a planning phase control: placements, missed promises, cost."""
+"""The dashboard row of a planning phase control: placements, missed SLOs, cost."""
 
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 
@@ -9,12 +9,12 @@ _PLAN = "scheduler_phase_plan"
 
 
 def plan() -> tuple[Lines, ...]:
-    """Panels on the jobs' promises and their cost."""
+    """Panels on the jobs' SLOs and their cost."""
     return (*_states(), *_shortest(), *_deciding())
 
 
 def _states() -> tuple[Lines, ...]:
-    """Panels on the states of jobs, promises and nodes."""
+    """Panels on the states of jobs, SLOs and nodes."""
     return (
         lines(
             "Jobs in the plan",
@@ -23,13 +23,13 @@ def _states() -> tuple[Lines, ...]:
             (latest(f"{_PLAN}_jobs", by="stage", fold="sum"), "{{stage}}"),
         ),
         lines(
-            "Promises",
+            "SLOs of placed jobs",
             "Placed jobs within their SLO and beyond it; ended: since the control began.",
             COUNT,
-            (latest(f"{_PLAN}_promises", by="state", fold="sum"), "{{state}}"),
+            (latest(f"{_PLAN}_slos", by="state", fold="sum"), "{{state}}"),
             (
-                latest(f"{_PLAN}_promises_ended_total", by="promise", fold="sum"),
-                "ended, {{promise}}",
+                latest(f"{_PLAN}_slos_ended_total", by="state", fold="sum"),
+                "ended, {{state}}",
             ),
         ),
         lines(
@@ -46,13 +46,13 @@ def _shortest() -> tuple[Lines, ...]:
     return (
         lines(
             "Least credit",
-            "Smallest delay that a placed job can still absorb; below 0 its promise is broken.",
+            "Smallest delay that a placed job can still absorb; below 0 its SLO is broken.",
             SECONDS,
             (latest(f"{_PLAN}_least_credit_seconds", by="instance", fold="min"), "{{instance}}"),
         ),
         lines(
             "Worst slow-down over its SLO",
-            "Above 1 a promise is broken.",
+            "Above 1 an SLO is broken.",
             RATIO,
             (latest(f"{_PLAN}_worst_slowdown_ratio", by="instance"), "{{instance}}"),
         ),

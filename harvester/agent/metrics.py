@@ -1,4 +1,4 @@
-"""The agent's Prometheus exports; `deploy/metrics.py` and what rests on it take them from here."""
+"""The agent's Prometheus exports. `deploy/metrics.py` imports them; the dashboard keeps to it."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -39,7 +39,7 @@ def release(
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     taken = _release_taken(path)
     typer.echo(
-        f"{chosen.name}: the agent has taken it; the slot is in no quarantine"
+        f"{chosen.name}: the agent has ended the slot's quarantine"
         if taken
         else f"{chosen.name}: no agent has taken it yet; the next one that starts or can write "
         f"its journal will ({path})"

@@ -67,7 +67,7 @@ _HOURS_LEAST = 8
 
 
 def _lower_bound(excess: Sequence[float]) -> float:
-    """The sum that is sure, of one number for each hour with requests of both kinds.
+    """Lower bound of the sum of excess misses over hours with granted and withheld requests.
 
     Hours are compared with themselves, so that load and bursts that both kinds see cancel.
     """

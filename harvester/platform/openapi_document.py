@@ -19,7 +19,7 @@ FAILURES: Mapping[int, str] = {
     400: "malformed, a wrong name, or a field that the message names",
     401: "no token, or none that is known",
     403: "the token's holder may not do this",
-    404: "no such thing",
+    404: "unknown route, job, store or id",
     408: "the body was not whole in time",
     409: "overtaken: an older version, another request of the same id, another's service, or other "
     "content than was published",
@@ -30,7 +30,7 @@ FAILURES: Mapping[int, str] = {
     422: "not served to anyone: the message says why",
     429: "more waits than may be held",
     502: "malformed reply of an engine",
-    503: "not now",
+    503: "temporarily unavailable; retry later",
     504: "an engine that does not answer",
 }
 """Every status beside 200 that a route of a service answers."""

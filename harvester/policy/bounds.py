@@ -112,8 +112,10 @@ BOUNDS: dict[type, dict[str, Range | SingleValue]] = {
         "minimum_misses": Range(0.0, 1000.0, "misses", "so many misses are no breach"),
     },
     BudgetSettings: {
-        "enforced": SingleValue(True, "production's error budget is counted and not kept"),
-        "slo_target_ratio": Range(0.5, 0.999999, "of requests", "a promise that is none"),
+        "enforced": SingleValue(True, "the error budget would be counted but not enforced"),
+        "slo_target_ratio": Range(
+            0.5, 0.999999, "of requests", "outside this range the target is no usable SLO"
+        ),
         "share_ratio": Range(0.0, 0.5, "of the error budget", "most of it is production's"),
         "minimum_requests": Range(0, 1_000_000, "requests", "nothing is judged before"),
         "minimum_misses": Range(0, 100_000, "misses", "nothing is judged before"),

@@ -22,7 +22,7 @@ _versions = count(1)
 
 
 class JobFacts(msgspec.Struct, kw_only=True, dict=True):
-    """Kept by a control as it is; the version holds for one process."""
+    """Stored in the control's state file, except `version`, which is unique within one process."""
 
     spec: JobSpec
     rollout: PhaseEstimate

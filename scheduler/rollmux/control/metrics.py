@@ -57,9 +57,10 @@ class PhaseMetrics(ProcessMetrics):
             "switches_total", "Changes of a node from one job to another.", phase
         )
         self._ended = self._counter(
-            "permits_ended_total", "Permits ended, by reason; silent is a lost lease.",
+            "permits_ended_total",
+            "Permits ended, by reason; silent: the holder sent no beat for lease_s.",
             ["phase", "reason"],
-        )  # fmt: skip
+        )
         self._overruns = self._counter(
             "overruns_total", "Phases that took longer than their bound.", phase
         )
@@ -178,9 +179,7 @@ class PlanMetrics:
         self._slowdown = gauge(
             "worst_slowdown_ratio", "Largest slow-down of a placed job, over its SLO."
         )
-        self._promises = gauge(
-            "promises", "Placed jobs within their SLO, and beyond it.", ("state",)
-        )
+        self._slos = gauge("slos", "Placed jobs within their SLO, and beyond it.", ("state",))
         self._longest = gauge("longest_wait_seconds", "Longest wait of a job without nodes.")
         self._credit = gauge(
             "least_credit_seconds", "Smallest delay that a placed job can still absorb."
@@ -192,9 +191,9 @@ class PlanMetrics:
             registry=registry,
         )
         self._ended = Counter(
-            "scheduler_phase_plan_promises_ended_total",
+            "scheduler_phase_plan_slos_ended_total",
             "Jobs that ended after an iteration, by whether their SLO was kept.",
-            ("promise",),
+            ("state",),
             registry=registry,
         )
         self.decision_s = Histogram(
@@ -205,8 +204,8 @@ class PlanMetrics:
         )
         for decision in PlacementDecision:
             self._decisions.labels(decision)
-        for promise in (_KEPT, _BROKEN):
-            self._ended.labels(promise)
+        for state in (_KEPT, _BROKEN):
+            self._ended.labels(state)
 
     def decided(self, effect: PlanJob | CloseJob) -> None:
         if isinstance(effect, PlanJob):
@@ -232,8 +231,8 @@ class PlanMetrics:
             max((one.settled_slowdown(now) / one.account.slo for one in facts), default=0.0)
         )
         self._credit.set(min(credits_s, default=0.0))
-        self._promises.labels(_KEPT).set(len(credits_s) - owed)
-        self._promises.labels(_OWED).set(owed)
+        self._slos.labels(_KEPT).set(len(credits_s) - owed)
+        self._slos.labels(_OWED).set(owed)
         queued = [one for one in cluster.placements.values() if one.stage is PlacementStage.QUEUED]
         self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))
 

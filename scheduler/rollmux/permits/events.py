@@ -54,7 +54,7 @@ class Recall(StrEnum):
 
 
 class Beat(StrictStruct, frozen=True, kw_only=True, tag="beat"):
-    """The holder lives, and how far its phase is."""
+    """Shows that the holder lives, and reports its phase's progress."""
 
     job: JobId
     epoch: Epoch
@@ -85,8 +85,8 @@ class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
 class Unloaded(StrictStruct, frozen=True, kw_only=True, tag="unloaded"):
     """The job's state has left these nodes' accelerators.
 
-    A process with loaded states also sends it without nodes, several times in a lease: the reply
-    names the nodes to unload, and the call shows that the process lives.
+    A process with loaded states also sends it without nodes, several times in each `lease_s`: the
+    reply names the nodes to unload, and the call shows that the process lives.
     """
 
     job: JobId
@@ -117,9 +117,9 @@ class PermitEndReason(StrEnum):
     FAILED = "failed"
     """The phase reported its own failure."""
     SILENT = "silent"
-    """The holder has not called for a lease."""
+    """The holder sent no beat for `lease_s`."""
     OVERRAN = "overran"
-    """Asked to end for its length, and not completed since."""
+    """Revoked because it overran, and not completed within `grace_s`."""
     LEFT = "left"
     WITHDRAWN = "withdrawn"
 

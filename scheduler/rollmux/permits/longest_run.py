@@ -1,4 +1,4 @@
-"""How long a phase may run before the watchdog speaks: its declared bound, corrected by its runs.
+"""How long a phase may run before the watchdog warns: its declared bound, corrected by its runs.
 
 A declaration goes stale as a policy learns to write longer responses. A phase that the watchdog
 ended never reports its length, so the time it had counts as observed: the next one gets longer.

@@ -6,7 +6,7 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import PhaseKind, Placement, Pool
 
 
-class Promise(msgspec.Struct, frozen=True, kw_only=True):
+class SloForecast(msgspec.Struct, frozen=True, kw_only=True):
     """A job's forecast slow-down against its SLO."""
 
     job: JobId
@@ -40,7 +40,7 @@ class PlannedJob(Placement, frozen=True, kw_only=True):
     reason: str
     sync_s: float = 0.0
     """Believed weight sync after each training; on no node."""
-    promise: Promise
+    slo_forecast: SloForecast
     alternatives: tuple[Alternative, ...]
 
 

@@ -19,7 +19,7 @@ from scheduler.rollmux.plan.document import (
     TimelineBar,
     Unplaced,
 )
-from scheduler.rollmux.plan.forecasts import alternatives, promises
+from scheduler.rollmux.plan.forecasts import alternatives, slo_forecasts
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner
@@ -124,7 +124,7 @@ def _group(
     name: GroupId,
     names: dict[NodeId, NodeId],
 ) -> PlannedGroup:
-    kept = promises(planner, group)
+    kept = slo_forecasts(planner, group)
     occupants = planner.packer.occupants(group)
     cycle_s, busiest_s = group_load(occupants)
     picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
@@ -140,7 +140,7 @@ def _group(
                 training_nodes=tuple(names[node] for node in group.pinned[one.job].training_nodes),
                 reason=planner.reasons[one.job],
                 sync_s=planner.facts[one.job].belief().sync_s,
-                promise=one,
+                slo_forecast=one,
                 alternatives=alternatives(planner, one.job),
             )
             for one in kept

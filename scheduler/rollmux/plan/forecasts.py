@@ -8,7 +8,7 @@ from harvester.contracts.ids import JobId
 from scheduler.model import Placement
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.scenarios import slowdowns, upper_bound
-from scheduler.rollmux.plan.document import Alternative, Promise
+from scheduler.rollmux.plan.document import Alternative, SloForecast
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner
@@ -16,15 +16,15 @@ from scheduler.rollmux.planner.planner import GroupPlanner
 _ALTERNATIVES_MAX: Final = 24
 
 
-def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
-    """One promise per job of the group, in the order of the group's jobs."""
+def slo_forecasts(planner: GroupPlanner, group: GroupState) -> tuple[SloForecast, ...]:
+    """One forecast per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
     roster = Roster.of(planner.packer.occupants(group))
     found = slowdowns(roster.jobs, roster.beliefs, judge.horizon, judge.rules)
     bounds = upper_bound(found, judge.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(
-        Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
+        SloForecast(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
         for job, slo, mean, bound, spread in zip(
             group.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
         )
@@ -86,7 +86,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
 
 def _objection(planner: GroupPlanner, opening: Opening) -> str:
     """The reason against the opening: the job whose SLO would not hold."""
-    broken = [one for one in promises(planner, opening.widened) if one.bound > one.slo]
+    broken = [one for one in slo_forecasts(planner, opening.widened) if one.bound > one.slo]
     if not broken:
         return "too little room: a short forecast of the means already refuses it"
     worst = min(broken, key=lambda one: one.slack)

@@ -114,7 +114,7 @@ class PlannedJobSettings(StrictSettings):
     id: Name
     tenant: Name = _JOB["tenant"]
     slo: float = Field(ge=1, le=SLO_MAX)
-    """Tolerated slow-down: time in company over time alone."""
+    """Largest allowed slow-down: duration on shared nodes over duration on dedicated nodes."""
     host_gb: float = Field(ge=0, le=HOST_GB_MAX)
     """State that stays resident on every node of the job."""
     rollout: RolloutSettings

@@ -68,14 +68,14 @@ def _jobs(group: PlannedGroup, plan: PlanDocument) -> Table:
         table.add_column(name, justify="right")
     letters = _letters(group)
     for at, job in enumerate(group.jobs):
-        promise = job.promise
+        forecast = job.slo_forecast
         table.add_row(
             Text(letters[job.job], style=_style(at)),
             Text(job.job),
             Text(wording.placement_text(job)),
-            f"{promise.mean:.2f}",
-            f"{promise.bound:.2f}",
-            f"{promise.slo:.2f}",
+            f"{forecast.mean:.2f}",
+            f"{forecast.bound:.2f}",
+            f"{forecast.slo:.2f}",
         )
     return table
 

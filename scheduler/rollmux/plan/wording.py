@@ -26,7 +26,7 @@ def summary(plan: PlanDocument) -> str:
 
 def tightest_slo_text(group: PlannedGroup, plan: PlanDocument) -> str:
     """The SLO with the least room, and its risk."""
-    tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
+    tightest = next(one for one in group.jobs if one.job == group.bound_by).slo_forecast
     return (
         f"Bound by {tightest.job}: {1 - plan.risk:.0%} of forecasts stay below "
         f"{tightest.bound:.2f} of its {tightest.slo:.2f}, so that {tightest.slack:.1%} of its SLO "

@@ -25,7 +25,7 @@ class MovePrices:
     move_s: float = 300.0
     """Time that a job loses by a move."""
     least_saving_per_move: float = 1.5
-    """Dollars an hour that a move must spare: it costs about three hours of that."""
+    """Least saving of a move, in dollars an hour; a move costs about three hours of it."""
     quiet_s: float = 3600.0
     """Least time between two moves of one job that only save money, in s."""
     jobs: int = 7

@@ -582,7 +582,7 @@ def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() ->
     assert "scheduler_phase_plan_price_per_hour 57.0" in said
 
 
-def test_metrics_show_kept_promises_and_count_those_that_have_ended() -> None:
+def test_metrics_show_kept_slos_and_count_those_that_have_ended() -> None:
     control = Control()
     control.submit(submission("a"))
 
@@ -593,7 +593,7 @@ def test_metrics_show_kept_promises_and_count_those_that_have_ended() -> None:
 
     control.runs("a", ROLLOUT)
     control.pass_time(30.0, beats=("a",))
-    assert value("promises", state="kept") == 1.0, "a phase that runs is no delay"
+    assert value("slos", state="kept") == 1.0, "a phase that runs is no delay"
     slowdown, credit_s = value("worst_slowdown_ratio"), value("least_credit_seconds")
     assert slowdown is not None
     assert slowdown < 1.0
@@ -602,23 +602,23 @@ def test_metrics_show_kept_promises_and_count_those_that_have_ended() -> None:
     control.leave("a")
     control.phase("a", TRAINING, 15.0)
     control.pass_time(600.0)
-    assert value("promises", state="kept") == 0.0
-    assert value("promises", state="owed") == 1.0, "between its phases it was let to wait"
+    assert value("slos", state="kept") == 0.0
+    assert value("slos", state="owed") == 1.0, "between its phases it was let to wait"
     slowdown, credit_s = value("worst_slowdown_ratio"), value("least_credit_seconds")
     assert slowdown is not None
     assert slowdown > 1.0
     assert credit_s is not None
     assert credit_s < 0.0
     control.service.call(Forget(job=JobId("a")))
-    assert value("promises", state="owed") == 0.0
-    assert value("promises_ended_total", promise="kept") == 1.0, "by its last phase"
-    assert value("promises_ended_total", promise="broken") == 0.0
+    assert value("slos", state="owed") == 0.0
+    assert value("slos_ended_total", state="kept") == 1.0, "by its last phase"
+    assert value("slos_ended_total", state="broken") == 0.0
     decisions = value("decision_seconds_count")
     assert decisions is not None
     assert decisions > 0
 
 
-def test_a_promise_that_was_broken_when_the_last_phase_ended_stays_broken() -> None:
+def test_an_slo_that_was_broken_when_the_last_phase_ended_stays_broken() -> None:
     control = Control()
     control.submit(submission("a"))
     control.iteration("a")
@@ -626,7 +626,7 @@ def test_a_promise_that_was_broken_when_the_last_phase_ended_stays_broken() -> N
     control.iteration("a")
     control.service.call(Forget(job=JobId("a")))
     said = control.service.metrics().decode()
-    assert 'scheduler_phase_plan_promises_ended_total{promise="broken"} 1.0' in said
+    assert 'scheduler_phase_plan_slos_ended_total{state="broken"} 1.0' in said
 
 
 def test_metrics_show_the_longest_wait_for_a_placement() -> None:

@@ -1,4 +1,4 @@
-"""A plan of given jobs: shared nodes, reasons and promises."""
+"""A plan of given jobs: shared nodes, reasons and forecasts of SLOs."""
 
 import io
 import itertools
@@ -60,8 +60,8 @@ def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: PlanDocument)
     assert {one.job for one in group.jobs} == {"a", "b"}
     assert (pair.price_per_hour, pair.dedicated_per_hour) == (55, 110)
     assert pair.nodes == {"h20": 1, "h800": 1}
-    assert all(one.promise.bound <= one.promise.slo for one in group.jobs)
-    assert group.bound_by == min(group.jobs, key=lambda one: one.promise.slack).job
+    assert all(one.slo_forecast.bound <= one.slo_forecast.slo for one in group.jobs)
+    assert group.bound_by == min(group.jobs, key=lambda one: one.slo_forecast.slack).job
 
 
 def test_nodes_that_cost_nothing_are_planned() -> None:
@@ -142,7 +142,11 @@ def test_a_job_that_nothing_is_known_of_is_planned_with_more_doubt() -> None:
     unknown = {"max_s": 375}
     doubtful = draft(settings(job("a", 300, 200), job("b", 250, 250, rollout=unknown)))
     spread = [
-        max(one.promise.bound - one.promise.mean for group in plan.groups for one in group.jobs)
+        max(
+            one.slo_forecast.bound - one.slo_forecast.mean
+            for group in plan.groups
+            for one in group.jobs
+        )
         for plan in (known, doubtful)
     ]
     assert spread[1] > spread[0]
