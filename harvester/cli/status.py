@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from harvester.agent.guest_lock import GUEST_LOCK
@@ -92,21 +93,32 @@ def status(
         unseen = f"Leases, guards and budgets are not shown: {silence}; name the agent by --agent"
         console.print(printable(f"{unseen}, and give the credentials that it asks for"))
     if offers is not None:
-        for table in agent_tables(offers):
-            console.print(table, "", sep="\n")
-        for sentence in agent_sentences(offers):
-            console.print(printable(sentence))
-        faults += [*agent_faults(offers), *slot_faults(offers)]
+        faults += _print_agent(console, offers)
     if gateway_url is not None:
         report = call(gateway_url, "/v1/status", GatewayReport, credentials, option="--gateway")
-        console.print(*map(printable, report.summary()), sep="\n")
-        for table in report.tables():
-            console.print("", table, sep="\n")
-        faults += (found := [*report.faults()])
-        if sentences := [*report.reasons(), *found]:
-            console.print("", *map(printable, sentences), sep="\n")
+        faults += _print_gateway(console, report)
     if check and faults:
         raise typer.Exit(1)
+
+
+def _print_agent(console: Console, offers: SlotOffers) -> list[str]:
+    """The faults."""
+    for table in agent_tables(offers):
+        console.print(table, "", sep="\n")
+    for sentence in agent_sentences(offers):
+        console.print(printable(sentence))
+    return [*agent_faults(offers), *slot_faults(offers)]
+
+
+def _print_gateway(console: Console, report: GatewayReport) -> list[str]:
+    """The faults."""
+    console.print(*map(printable, report.summary()), sep="\n")
+    for table in report.tables():
+        console.print("", table, sep="\n")
+    faults = [*report.faults()]
+    if sentences := [*report.reasons(), *faults]:
+        console.print("", *map(printable, sentences), sep="\n")
+    return faults
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:

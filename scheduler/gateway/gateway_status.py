@@ -11,6 +11,9 @@ from harvester.contracts.wire.gateway_status import (
     GatewaySlot,
     GatewayStatus,
 )
+from harvester.contracts.wire.leases import SlotOffer, SlotState
+from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
+from scheduler.gateway.engine_registry import EngineRegistry
 from scheduler.gateway.fleet_member import FleetMember
 from scheduler.gateway.job_switches import JobSwitch
 from scheduler.gateway.scheduler import Scheduler
@@ -61,7 +64,7 @@ def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) ->
                 agent=agent,
                 state=offer.state,
                 idle_ratio=offer.idle_ratio,
-                reason=harvest.why_unused(offer),
+                reason=why_unused(offer, harvest, scheduler.registry),
             )
             for slot, (agent, offer) in sorted(harvest.offers.slots.items())
             if sees_all
@@ -81,6 +84,19 @@ def status_of(scheduler: Scheduler, *, now: float, tenant: str | None = None) ->
         silent_agents=dict(harvest.offers.silent_agents) if sees_all else {},
         unrecorded=tuple(scheduler.unrecorded()) if sees_all else (),
     )
+
+
+def why_unused(offer: SlotOffer, harvest: HarvestedSlots, registry: EngineRegistry) -> str:
+    """Why the slot takes no turns, for people: the gateway's reason or its agent's; "" where its
+    guest does."""
+    guest = registry.members.get(harvest.offers.guest_id(offer.slot))
+    if guest is not None:
+        return guest.fault or offer.reason
+    if offer.state is not SlotState.OFFERED:
+        return offer.reason or f"its agent says {offer.state}"
+    if harvest.budgets.exhausted(offer):
+        return "the error budget of its service is spent"
+    return registry.clash_of(offer.engine) or offer.reason
 
 
 def _engine(scheduler: Scheduler, member: FleetMember) -> GatewayEngine:

@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import pytest
 
 from harvester.contracts.page import Grant, Guest, PageOwners, PageReader
 from tests.integration.test_agent_process import wait_for
+from tests.kubernetes_api import kubernetes_api
 from tests.unit.deploy.test_kubernetes_harvest import (
     CONTAINERS,
     FILES,
@@ -167,32 +166,15 @@ class Node:
             print(f"--- {said.name}\n{said.read_text()[-2000:]}")
 
 
-class Pods(BaseHTTPRequestHandler):
-    """The API server: production's pod, as patched."""
-
-    def do_GET(self) -> None:
-        metadata = {"name": "chat-0", **PATCH["spec"]["template"]["metadata"]}
-        status = {"phase": "Running", "podIP": "10.0.0.1", "hostIP": "192.0.2.21"}
-        pod = {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
-        body = json.dumps({"items": [pod]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def api() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pods)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    """Production's pod, as patched."""
+    metadata = {"name": "chat-0", **PATCH["spec"]["template"]["metadata"]}
+    status = {"phase": "Running", "podIP": "10.0.0.1", "hostIP": "192.0.2.21"}
+    with kubernetes_api(
+        {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
+    ) as url:
+        yield url
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from harvester.contracts.wire.leases import (
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
-    SlotOffer,
     SlotState,
 )
 from harvester.contracts.wire.stops import StopOrder
@@ -106,18 +105,6 @@ class HarvestedSlots:
         """Least time that is left to use a lease; infinite without leases."""
         ends = (lease.expires_s for lease in self.leases.values())
         return min(ends, default=math.inf) - self._policy.margin_s - self._clock.now()
-
-    def why_unused(self, offer: SlotOffer) -> str:
-        """Why the slot takes no turns, for people: the gateway's reason or its agent's; "" where
-        its guest does."""
-        guest = self._fleet.registry.members.get(self.offers.guest_id(offer.slot))
-        if guest is not None:
-            return guest.fault or offer.reason
-        if offer.state is not SlotState.OFFERED:
-            return offer.reason or f"its agent says {offer.state}"
-        if self.budgets.exhausted(offer):
-            return "the error budget of its service is spent"
-        return self._fleet.registry.clash_of(offer.engine) or offer.reason
 
     async def run(self, *, period_s: float) -> None:
         now = asyncio.get_running_loop().time

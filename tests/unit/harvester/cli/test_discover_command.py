@@ -4,11 +4,8 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -17,6 +14,7 @@ from harvester.cli.root import main
 from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.discovery.slot_template import DiscoveredEngine, KeptSlots, SlotTemplate
+from tests.kubernetes_api import Kubernetes, kubernetes_api
 
 TEMPLATE = {"metrics_url": "http://$host:$port/metrics", "model": "m"}
 
@@ -34,33 +32,10 @@ def called(*arguments: object) -> int:
     return int(left.value.code or 0)
 
 
-class Kubernetes(BaseHTTPRequestHandler):
-    """The API's answer for one node, and what it was asked."""
-
-    status, pods, asked = 200, list[dict[str, Any]](), list[tuple[str, str]]()
-
-    def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers.get("Authorization", "")))
-        body = msgspec.json.encode({"kind": "PodList", "items": self.pods})
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def api() -> Iterator[str]:
-    Kubernetes.status, Kubernetes.pods, Kubernetes.asked = 200, [], []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with kubernetes_api() as url:
+        yield url
 
 
 def test_pods_are_printed_as_slots(

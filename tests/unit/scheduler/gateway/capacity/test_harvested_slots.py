@@ -31,6 +31,7 @@ from scheduler.gateway.capacity.agent_offers import AgentOffers
 from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.capacity.harvested_slots import HarvestedSlots
 from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.gateway_status import why_unused
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.running_attempt import CutReason
 from scheduler.model import Engine, Lease
@@ -259,7 +260,7 @@ async def test_a_slot_that_takes_no_turns_has_a_reason(monkeypatch: pytest.Monke
 
     def reason(state: SlotState, why: str) -> str:
         agent.leases.offer(slot, state, why)
-        return harvest.why_unused(agent._offer(slot))
+        return why_unused(agent._offer(slot), harvest, stage.fleet.registry)
 
     assert reason(SlotState.OFF, "proof slice of at most 58 s") == "proof slice of at most 58 s"
     assert reason(SlotState.OFF, "") == "its agent says off"
