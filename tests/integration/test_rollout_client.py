@@ -40,6 +40,8 @@ Start = Callable[..., Served]
 
 
 def client_of(gateway: Served, **options: object) -> AsyncRolloutClient:
+    """Goes to an engine after half a second of silence, which a busy machine has without a fault:
+    tests of what the gateway itself answers give `fallback=False`."""
     return AsyncRolloutClient(gateway.url, "job", silence_s=SILENCE_S, **options)
 
 
@@ -71,7 +73,7 @@ async def turns_of(gateway: Served) -> int:
 
 async def test_a_turn_is_served_and_a_version_announced(fake_engine: Start, gateway: Start) -> None:
     service = gateway(fake_engine(), fake_engine())
-    async with client_of(service) as client:
+    async with client_of(service, fallback=False) as client:
         assert_whole(await client.generate(PROMPT, sampling(20), trajectory="t"), 20)
         switched = await client.announce(1, "job.store")
         assert (switched.version, set(switched.engines)) == (1, {"e0", "e1"})
@@ -86,7 +88,7 @@ async def test_a_version_of_another_run_is_refused_once_and_not_announced_again(
 ) -> None:
     """Each try would end the turns that go on under a version that is published meanwhile."""
     service = gateway(fake_engine())
-    async with client_of(service) as client:
+    async with client_of(service, fallback=False) as client:
         await client.announce(2, "job.store", state_hash="a" * 32)
         async with asyncio.timeout(5):
             with pytest.raises(PeerProtocolError, match="another one than engines hold"):
@@ -100,7 +102,11 @@ async def test_an_id_that_another_request_has_ends_the_call_at_once(
 ) -> None:
     """No later try under that id could be answered."""
     service = gateway(fake_engine(step_s=0.02))
-    async with client_of(service) as client, client_of(service) as other, asyncio.timeout(10):
+    async with (
+        client_of(service, fallback=False) as client,
+        client_of(service, fallback=False) as other,
+        asyncio.timeout(10),
+    ):
         await client.generate(PROMPT, sampling(2), request_id="answered")
         with pytest.raises(ConfigError, match="'answered' was answered with another body"):
             await client.generate([*PROMPT, 7], sampling(2), request_id="answered")
@@ -116,7 +122,7 @@ async def test_a_call_that_the_gateway_refuses_as_wrong_is_the_callers_error(
     fake_engine: Start, gateway: Start
 ) -> None:
     service = gateway(fake_engine())
-    async with client_of(service) as client:
+    async with client_of(service, fallback=False) as client:
         await client.generate(PROMPT, sampling(1))
         with pytest.raises(ConfigError, match="400: token_ids: ids lie between 0 and 255, not 300"):
             await client.generate([4, 300, 5], sampling(1))
@@ -199,7 +205,7 @@ async def test_a_later_announcement_ends_the_earlier_one_which_is_not_sent_again
 ) -> None:
     """Sent again after it, the earlier one would end the job's turns as another run's."""
     service = gateway(fake_engine(step_s=0.02))
-    async with client_of(service) as client:
+    async with client_of(service, fallback=False) as client:
         await client.announce(1, "job.store", state_hash="1" * 32)
         pinned = asyncio.create_task(client.generate(PROMPT, sampling(60), weight_version=1))
         while not await turns_of(service):  # noqa: ASYNC110 - over HTTP
@@ -598,7 +604,7 @@ async def test_a_trajectory_that_has_ended_ends_its_open_turns(
     fake_engine: Start, gateway: Start
 ) -> None:
     service = gateway(fake_engine(step_s=0.01))
-    async with client_of(service) as client:
+    async with client_of(service, fallback=False) as client:
         choices = client.stream(PROMPT, sampling(500), trajectory="t")
         await until_tokens(choices, 2)
         assert await client.end_trajectory("t") == 1
