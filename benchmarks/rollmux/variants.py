@@ -97,6 +97,16 @@ def straggling(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
     return replace(one, lengths_s=lengths_s)
 
 
+def irregular(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
+    """Another completion curve in each iteration, around the job's own."""
+    powers = np.exp(CURVE_POWER_SIGMA * rng.standard_normal(one.iterations))
+    return replace(one, curve_powers=tuple(powers.tolist()))
+
+
+CURVE_POWER_SIGMA: Final = 0.2
+"""Sigma of the power of a curve's times: the papers' half is 0.43 to 0.57 in two of three
+iterations."""
+SLOW_TAIL_ROOM_RATIO: Final = 2.0
 SLOW_MOVE_S: Final = 900.0
 SLOW_START_S: Final = 20.0
 SYNC_S: Final = 20.0
@@ -111,6 +121,10 @@ VARIANTS: Final = MappingProxyType(
         "sync": Variant(world=World(sync_s=SYNC_S)),
         "autocorrelated": Variant(changes=(autocorrelated,)),
         "stragglers": Variant(changes=(straggling,)),
+        "irregular_tails": Variant(changes=(irregular,)),
+        "slow_tails": Variant(
+            world=World(tail_room_ratio=SLOW_TAIL_ROOM_RATIO), changes=(irregular,)
+        ),
         "all": Variant(
             world=World(move_s=SLOW_MOVE_S, warm_start_s=SLOW_START_S, sync_s=SYNC_S),
             changes=(own_tail, autocorrelated, straggling),

@@ -9,7 +9,7 @@ import msgspec
 from scheduler.model import Completion, JobSpec, PhaseKind
 from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate, learned
 from scheduler.rollmux.beliefs.slo import SloProgress
-from scheduler.rollmux.beliefs.tail import UNDIVIDED, TailShape, best_shape
+from scheduler.rollmux.beliefs.tail import ROOM_RATIO, UNDIVIDED, TailShape, best_shape
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
@@ -126,10 +126,14 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     def divisible(self) -> bool:
         return self.spec.phases[0].divisible
 
-    def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
-        """Learns the tail shape from the completion curve, on `accelerators` accelerators in
-        all."""
-        shape = best_shape(curve, accelerators=accelerators) if self.divisible else UNDIVIDED
+    def learn_tail(
+        self, curve: Sequence[Completion], *, accelerators: int, room_ratio: float = ROOM_RATIO
+    ) -> None:
+        """Learns the tail shape from the completion curve, on `accelerators` accelerators in all,
+        of which a tail needs `room_ratio` times its share of the responses."""
+        shape = UNDIVIDED
+        if self.divisible:
+            shape = best_shape(curve, accelerators=accelerators, room_ratio=room_ratio)
         moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
         if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
             self.tail = shape

@@ -8,7 +8,7 @@ completion curve, counted in whole accelerators.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil
 from typing import Final
 
@@ -20,7 +20,8 @@ from scheduler.model import Completion
 PAPER_THRESHOLD: Final = 0.8
 _THRESHOLDS: Final = np.arange(50, 100) / 100
 ROOM_RATIO: Final = 1.25
-"""Accelerators that a tail gets, over its share of the responses: fewer would slow it."""
+"""Accelerators that a tail gets at first, over its share of the responses; a job whose moved tails
+are slower than at home gets more (permits/tail_room.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +41,37 @@ UNDIVIDED: Final = TailShape(bulk_ratio=1.0, share=0.0)
 """A rollout that never gives up its nodes early."""
 
 
-def tail_accelerators(threshold: float, accelerators: int) -> int:
+def tail_accelerators(
+    threshold: float, accelerators: int, *, room_ratio: float = ROOM_RATIO
+) -> int:
     """Accelerators for the responses still open once `threshold` is complete; at least one."""
     # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
-    needed = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
+    needed = ceil(round(accelerators * room_ratio * (1.0 - threshold), 6))
     return min(max(1, needed), accelerators)
 
 
-def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
+def best_shape(
+    curve: Sequence[Completion], *, accelerators: int, room_ratio: float = ROOM_RATIO
+) -> TailShape:
     """The shape that needs the least node time; `curve` rises in both and may be empty."""
-    return best_tail(curve, accelerators=accelerators)[1]
+    return best_tail(curve, accelerators=accelerators, room_ratio=room_ratio)[1]
 
 
-def best_tail(curve: Sequence[Completion], *, accelerators: int) -> tuple[float, TailShape]:
+def best_tail(
+    curve: Sequence[Completion], *, accelerators: int, room_ratio: float = ROOM_RATIO
+) -> tuple[float, TailShape]:
     """The threshold of that shape, too; 1 where the rollout is better undivided."""
-    return _best_tail(tuple(curve), accelerators) if curve else (1.0, UNDIVIDED)
+    return _best_tail(tuple(curve), accelerators, room_ratio) if curve else (1.0, UNDIVIDED)
 
 
 # Permits, plan and forecast ask the same of a job's latest curve.
 @lru_cache(maxsize=4096)
-def _best_tail(curve: tuple[Completion, ...], accelerators: int) -> tuple[float, TailShape]:
+def _best_tail(
+    curve: tuple[Completion, ...], accelerators: int, room_ratio: float
+) -> tuple[float, TailShape]:
     points = np.array([(0.0, 0.0), *curve, (1.0, 1.0)])
     bulks = np.interp(_THRESHOLDS, points[:, 1], points[:, 0])
-    shares = _kept(accelerators) / accelerators
+    shares = _kept(accelerators, room_ratio) / accelerators
     node_ratios = np.where((shares < 1.0) & (bulks < 1.0), bulks + (1.0 - bulks) * shares, 1.0)
     best = int(node_ratios.argmin())
     if node_ratios[best] >= 1.0:
@@ -71,7 +80,8 @@ def _best_tail(curve: tuple[Completion, ...], accelerators: int) -> tuple[float,
     return float(_THRESHOLDS[best]), shape
 
 
-@cache
-def _kept(accelerators: int) -> npt.NDArray[np.float64]:
+@lru_cache(maxsize=4096)
+def _kept(accelerators: int, room_ratio: float) -> npt.NDArray[np.float64]:
     """Accelerators that the tail keeps, by threshold."""
-    return np.array([float(tail_accelerators(each, accelerators)) for each in _THRESHOLDS])
+    kept = (tail_accelerators(each, accelerators, room_ratio=room_ratio) for each in _THRESHOLDS)
+    return np.array([float(count) for count in kept])

@@ -9,7 +9,7 @@ returns events of the permit policy. No I/O, no clock.
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import Completion, JobSpec, PhaseKind, Placement, Pool
+from scheduler.model import JobSpec, PhaseKind, Placement, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
@@ -23,6 +23,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
+from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -124,17 +125,20 @@ class ClusterPolicy:
             max(self.config.cold_start_s, self.load_times.move.in_force_s) if placed.loads else 0.0
         )
 
-    def complete_phase(self, end: EndPermit, curve: tuple[Completion, ...], *, now: float) -> None:
-        """`curve` is of the job's phases of this kind; empty: not enough of them were seen."""
+    def complete_phase(self, end: EndPermit, curve: CompletionCurve | None, *, now: float) -> None:
+        """`curve` is of the job's phases of this kind; None: not enough of them were seen."""
         job = end.job
         if job not in self.planner.facts:
             return
         placed, facts = self.placements[job], self.planner.facts[job]
         self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
         self.layout_changed |= self.load_times.observe(placed, end)
-        if curve:
-            per_node = self.config.rollout.type.accelerators
-            facts.learn_tail(curve, accelerators=per_node * placed.spec.phases[0].nodes)
+        if curve is not None:
+            facts.learn_tail(
+                curve.points,
+                accelerators=self.config.rollout.type.accelerators * facts.rollout_nodes,
+                room_ratio=curve.room.ratio,
+            )
         facts.belief()
         if end.kind is placed.spec.phases[-1].kind:
             placed.iterations += 1

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Completion, PhaseKind
+from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.permit_updates import Removal
 from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
-from scheduler.rollmux.permits.completion import SEEN_MIN
+from scheduler.rollmux.permits.completion import SEEN_MIN, CompletionCurve
 from scheduler.rollmux.permits.events import (
     Beat,
     ControlResumed,
@@ -201,11 +201,11 @@ class PhaseRuntime:
                 case _:
                     self._effects.append(effect)
 
-    def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
+    def _curve(self, end: EndPermit) -> CompletionCurve | None:
         """Completion curve of the job's rollouts, once enough of them were seen."""
         permit = self.permits.permit(end.job)
         curve = None if permit is None else permit.curves.get(end.kind)
-        return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
+        return curve if curve is not None and curve.seen >= SEEN_MIN else None
 
     def _record_call(self, event: RuntimeEvent, now: float) -> None:
         match event:

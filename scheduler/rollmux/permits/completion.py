@@ -1,18 +1,19 @@
 """The completed share at which a phase's tail leaves its nodes, learned from earlier phases.
 
-A holder reports its share of completed responses with its beats. For every phase that completed,
-the times at which it passed fixed shares are folded into a mean, as fractions of its duration. The
-threshold and the tail's nodes are those that free the most node time by that curve. Until enough
-phases were seen, the declared ones hold.
+A holder reports its share of completed responses with its beats. For every phase that completed on
+its own nodes, the times at which it passed fixed shares are folded into a mean, as fractions of its
+duration. The threshold and the tail's nodes are those that free the most node time by that curve,
+with the room that the job's moved tails have needed. Until enough phases were seen, the declared
+ones hold. Now and then a tail stays at home, so that the curve follows the job.
 """
 
-from functools import lru_cache
 from typing import Final
 
 import msgspec
 
 from scheduler.model import Completion
 from scheduler.rollmux.beliefs.tail import best_tail
+from scheduler.rollmux.permits.tail_room import TailRoom
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 RATIOS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
@@ -21,6 +22,14 @@ SEEN_MIN: Final = 3
 """Phases before the curve counts: the first of a process also loads its state."""
 MEMORY: Final = 20.0
 """Memory in phases: the completion of a job's responses changes while its policy learns."""
+_HOME_MAX: Final = 0.25
+"""Cap on the weight of one phase: each differs from the next."""
+_MOVED_MAX: Final = 24
+"""Tails that move in a row before one stays at home; a single one until `SEEN_MIN` have stayed."""
+
+
+_LEAST_RATIO: Final = 1e-3
+"""Least share of a phase's time that counts as passed: estimates need a positive one."""
 
 
 class ProgressTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,25 +54,66 @@ class ProgressTimes(msgspec.Struct, frozen=True, kw_only=True):
         return ProgressTimes(passed_s=tuple(passed_s), at_s=at_s, ratio=ratio)
 
 
+class TailMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A running phase's tail that was asked to leave a part of its nodes."""
+
+    course: ProgressTimes
+    """Progress until then."""
+    asked_s: float
+    left_s: float | None = None
+    """Times of the question and of the move's end, in seconds of solo work; None: not yet moved."""
+
+
 class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Completion over time of one kind of phase of a job, from its latest ones."""
 
     seen: int = 0
+    """Number of phases whose tail stayed at home."""
     times: tuple[float, ...] = ()
-    """Share of the phase's time after which each of `RATIOS` was complete."""
+    """Share of the phase's time after which each of `RATIOS` was complete at home."""
+    room: TailRoom = TailRoom()
+    moved: int = 0
+    """Number of moved tails since one stayed at home."""
 
-    def after(self, course: ProgressTimes, *, lasted_s: float) -> "CompletionCurve":
-        """Folds one more phase in; a phase that reported no progress teaches nothing."""
+    @property
+    def stays(self) -> bool:
+        """Whether the next tail stays at home, for the curve."""
+        return self.moved >= (_MOVED_MAX if self.seen >= SEEN_MIN else 1)
+
+    def after(
+        self, course: ProgressTimes, *, lasted_s: float, loading_s: float = 0.0
+    ) -> "CompletionCurve":
+        """Folds in one more phase that ran at home for `lasted_s`, after loading; a phase that
+        reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self
-        ended = course.progressed(1.0, at_s=lasted_s)
+        ended = course.progressed(1.0, at_s=lasted_s + loading_s)
         if len(ended.passed_s) < len(RATIOS):
             return self
-        found = [min(1.0, passed_s / lasted_s) for passed_s in ended.passed_s]
-        weight = 1.0 / min(self.seen + 1.0, MEMORY)
+        found = [min(1.0, max(0.0, passed_s - loading_s) / lasted_s) for passed_s in ended.passed_s]
+        # It stands for the phases whose tails have moved since the last one, too.
+        weight = max(1.0 / (self.seen + 1.0), min((1.0 + self.moved) / MEMORY, _HOME_MAX))
         old = self.times or found
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
-        return CompletionCurve(seen=self.seen + 1, times=times)
+        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room)
+
+    def after_move(self, move: TailMove, *, worked_s: float, loading_s: float) -> "CompletionCurve":
+        """Folds in one more phase whose tail moved; it worked for `worked_s`, of which loading and
+        the move took `loading_s`."""
+        curve = msgspec.structs.replace(self, moved=self.moved + 1)
+        passed_s = move.course.passed_s
+        if move.left_s is None or not passed_s or self.seen < SEEN_MIN:
+            return curve
+        loaded_s = max(0.0, loading_s - (move.left_s - move.asked_s))
+        passed_ratio = self.times[len(passed_s) - 1]
+        phase_s = max(0.0, passed_s[-1] - loaded_s) / max(passed_ratio, _LEAST_RATIO)
+        room = self.room.after(
+            took_s=worked_s - move.left_s,
+            home_s=phase_s - (move.asked_s - loaded_s),
+            phase_s=phase_s,
+            waited_s=move.asked_s - passed_s[-1],
+        )
+        return msgspec.structs.replace(curve, room=room)
 
     @property
     def points(self) -> tuple[Completion, ...]:
@@ -77,10 +127,6 @@ def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, in
     """
     if not phase.learn_tail or curve is None or curve.seen < SEEN_MIN:
         return phase.tail_ratio, phase.tail_accelerators
-    return _learned_tail(curve, phase.all_accelerators)
-
-
-@lru_cache(maxsize=4096)
-def _learned_tail(curve: CompletionCurve, accelerators: int) -> tuple[float, int]:
-    threshold, shape = best_tail(curve.points, accelerators=accelerators)
-    return threshold, round(shape.share * accelerators)
+    count = phase.all_accelerators
+    threshold, shape = best_tail(curve.points, accelerators=count, room_ratio=curve.room.ratio)
+    return threshold, round(shape.share * count)

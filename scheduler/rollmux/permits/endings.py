@@ -41,7 +41,7 @@ def ended(
         "",
         now=now,
         loading_s=loading_s,
-        leased_s=leased_s,
+        saved_s=leased_s - _lost_s(permit, permit.kind),
         stays_loaded=event.stays_loaded,
     )
     # Terms may have changed while it ran, and no longer know this phase.
@@ -57,9 +57,22 @@ def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: fl
     lasted_s = _solo_s(permit, loading_s, leased_s)
     phase = permit.terms.phase(kind)
     learns = phase is not None and phase.learn_tail and not permit.was_away
-    if learns and permit.course is not None:
-        before = permit.curves.get(kind, CompletionCurve())
-        permit.curves[kind] = before.after(permit.course, lasted_s=lasted_s)
+    if not learns or permit.course is None:
+        return
+    before, tail = permit.curves.get(kind, CompletionCurve()), permit.tail
+    if tail is None or tail.left_s is None:
+        after = before.after(permit.course, lasted_s=lasted_s, loading_s=loading_s)
+    else:
+        after = before.after_move(tail, worked_s=permit.worked_s, loading_s=loading_s)
+    permit.curves[kind] = after
+
+
+def _lost_s(permit: JobPermit, kind: PhaseKind) -> float:
+    """Time that the phase's tail has lost on the accelerators that it kept, as far as is known."""
+    tail, curve = permit.tail, permit.curves.get(kind)
+    if tail is None or tail.left_s is None or curve is None:
+        return 0.0
+    return (permit.worked_s - tail.left_s) * (1.0 - 1.0 / curve.room.slowdown)
 
 
 def end(
@@ -70,9 +83,10 @@ def end(
     *,
     now: float,
     loading_s: float = 0.0,
-    leased_s: float = 0.0,
+    saved_s: float = 0.0,
     stays_loaded: bool = False,
 ) -> EndPermit:
+    """`saved_s`: how much longer the phase's work would have taken alone on its own nodes."""
     assert permit.kind is not None
     permit.work_until(now)
     if stays_loaded:
@@ -89,15 +103,15 @@ def end(
         epoch=permit.epoch,
         ended=reason,
         reason=words,
-        solo_s=_solo_s(permit, loading_s, leased_s),
+        solo_s=_solo_s(permit, loading_s, saved_s),
         measured=not permit.was_away,
         loading_s=loading_s,
     )
 
 
-def _solo_s(permit: JobPermit, loading_s: float, leased_s: float) -> float:
+def _solo_s(permit: JobPermit, loading_s: float, saved_s: float) -> float:
     """Duration of the phase's work so far, alone on its own nodes, in s."""
-    return max(_LEAST_S, permit.worked_s - max(0.0, loading_s) + leased_s)
+    return max(_LEAST_S, permit.worked_s - max(0.0, loading_s) + saved_s)
 
 
 def fail(

@@ -1,8 +1,8 @@
 """State of one job: waiting, with a permit or neither; and a permit's life as a table.
 
 A phase works at the share of its accelerators that it holds; its tail needs only the share that it
-keeps and works at its own speed anywhere. So a scheduler that sees permits only knows what a phase
-would have taken alone.
+keeps, and what moved tails lose there is learned (tail_room.py). So a scheduler that sees permits
+only knows what a phase would have taken alone.
 """
 
 from enum import StrEnum
@@ -11,7 +11,12 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.completion import CompletionCurve, ProgressTimes, tail_of
+from scheduler.rollmux.permits.completion import (
+    CompletionCurve,
+    ProgressTimes,
+    TailMove,
+    tail_of,
+)
 from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -118,6 +123,8 @@ class JobPermit(msgspec.Struct, kw_only=True):
     complete_ratio: float = 0.0
     course: ProgressTimes | None = None
     """Progress of the running phase; None if a part was not observed."""
+    tail: TailMove | None = None
+    """The running phase's tail, once it was asked to leave a part of its nodes."""
     curves: dict[PhaseKind, CompletionCurve] = {}
     """Completion curves of its ended phases."""
     longest_runs: dict[PhaseKind, LongestRun] = {}

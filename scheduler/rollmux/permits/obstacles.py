@@ -8,7 +8,7 @@ another job waits. Updates the permits concerned and returns the effects for the
 from typing import Final, NamedTuple
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.permits.completion import tail_of
+from scheduler.rollmux.permits.completion import TailMove, tail_of
 from scheduler.rollmux.permits.events import NarrowPhase, RevokePermit, UnloadNodes
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
@@ -102,7 +102,10 @@ def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableT
     phase = holder.phase
     if phase is None or holder.stage is not PermitStage.RUNNING or not holder.in_tail:
         return None
-    _, count = tail_of(phase, holder.curves.get(phase.kind))
+    curve = holder.curves.get(phase.kind)
+    if phase.learn_tail and curve is not None and curve.stays:
+        return None
+    _, count = tail_of(phase, curve)
     alone = not holder.accelerators and not any(map(table.has_tail, holder.nodes))
     if not alone or count >= len(holder.nodes) * phase.accelerators:
         return None
@@ -122,6 +125,8 @@ def _narrow(table: PermitTable, tail: MovableTail, now: float) -> NarrowPhase:
     holder, phase, keeps = tail
     holder.work_until(now)
     holder.move(PermitTrigger.ASKED_TO_NARROW)
+    if holder.course is not None and keeps:
+        holder.tail = TailMove(course=holder.course, asked_s=holder.worked_s)
     table.leave_lines(holder)
     holder.keep = tuple(node for node in holder.nodes if node in keeps)
     holder.keep_accelerators = {

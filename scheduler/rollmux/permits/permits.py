@@ -162,6 +162,8 @@ class PermitPolicy:
         if permit.course is not None:
             permit.course = permit.course.progressed(event.complete_ratio, at_s=permit.worked_s)
         if event.narrowed and permit.move(PermitTrigger.NARROWED):
+            if permit.tail is not None:
+                permit.tail = msgspec.structs.replace(permit.tail, left_s=permit.worked_s)
             freed = self._table.narrow(permit)
             return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
         if permit.in_tail:

@@ -61,7 +61,7 @@ def grant(
     permit.complete_ratio, permit.tokens = 0.0, 0
     permit.keep, permit.keep_accelerators, permit.accelerators = (), {}, {}
     permit.worked_s, permit.worked_at_s, permit.was_away = 0.0, now, False
-    permit.course = ProgressTimes()
+    permit.course, permit.tail = ProgressTimes(), None
     table.take(permit, nodes, per_node=phase.accelerators)
     return GrantPermit(
         job=permit.job,

@@ -11,7 +11,7 @@ from typing import Final
 
 from harvester.contracts.ids import Epoch, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
+from scheduler.rollmux.beliefs.tail import best_shape
 from scheduler.rollmux.permits.completion import RATIOS
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, World
 
@@ -54,14 +54,16 @@ class Worker:
         self._brought: set[PhaseKind] = set()
         """Kinds of its phases that have brought their state to some node."""
         self._sync_s = world.sync_s
+        self._tail_room_ratio = world.tail_room_ratio
         self._at_s = 0.0
         self._reported = 0
         self._moved_at: float | None = None
         # Completed share at which its tail was moved.
         nodes = one.job.phases[0].nodes
         tail = best_shape(one.curve, accelerators=nodes * ROLLOUT_ACCELERATORS)
-        self._bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
-        self._milestones = tuple(_milestones(one))
+        self._mean_bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
+        self._mean_milestones = tuple(_milestones(one))
+        self._bulk_ratio, self._milestones = self._mean_bulk_ratio, self._mean_milestones
 
     @property
     def is_over(self) -> bool:
@@ -96,6 +98,10 @@ class Worker:
         self.worked_s, self._at_s, self._reported = 0.0, now, 0
         self._moved_at = None
         self.length_s = self._sync_s
+        if self.kind is PhaseKind.ROLLOUT and self.one.curve_powers:
+            power = self.one.curve_powers[self.iteration]
+            self._bulk_ratio = self._mean_bulk_ratio**power
+            self._milestones = tuple((at**power, done) for at, done in self._mean_milestones)
         if self.kind is not PhaseKind.SYNC:
             column = 0 if self.kind is PhaseKind.ROLLOUT else 1
             self.length_s = float(self.one.lengths_s[self.iteration, column])
@@ -179,7 +185,8 @@ class Worker:
         if self.kind is not PhaseKind.ROLLOUT or self.share >= 1.0:
             return 1.0
         if self._moved_at is not None:
-            return min(1.0, self.share / max(ROOM_RATIO * (1.0 - self._moved_at), _LEAST_SHARE))
+            needed = self._tail_room_ratio * (1.0 - self._moved_at)
+            return min(1.0, self.share / max(needed, _LEAST_SHARE))
         return min(1.0, self.share / (1.0 if self.is_in_bulk else self._tail_share or 1.0))
 
 

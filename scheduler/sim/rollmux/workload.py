@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
+from scheduler.rollmux.beliefs.tail import ROOM_RATIO
 from scheduler.rollmux.cluster.job_limits import GB
 from scheduler.rollmux.planner.group_table import NodeType
 
@@ -70,6 +71,9 @@ class World:
     """A rollout's tail to a share of its accelerators; the next rollout there waits as long."""
     sync_s: float = 0.0
     """New weights to the rollout engines, once an iteration; holds no node."""
+    tail_room_ratio: float = ROOM_RATIO
+    """Accelerators that a moved tail needs to be as fast as at home, over its share of the
+    responses."""
 
 
 PAPER_WORLD = World()
@@ -94,6 +98,9 @@ class SimulatedJob:
     """Factor on the means in the last iteration."""
     curve: tuple[Completion, ...] = PAPER_CURVE
     """Completion curve over a rollout's solo time; empty without a tail."""
+    curve_powers: tuple[float, ...] = ()
+    """Power of the curve's times in each iteration: 1, and where it is empty, is the curve itself;
+    above 1 responses complete earlier."""
 
     @property
     def iterations(self) -> int:

@@ -101,7 +101,7 @@ def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) 
         reason="",
         solo_s=solo_s,
     )
-    policy.complete_phase(end, (), now=now)
+    policy.complete_phase(end, None, now=now)
 
 
 def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:

@@ -1,0 +1,158 @@
+"""Moved tails that are slower than at home get more room, and what they lost is no time alone."""
+
+from statistics import median
+
+import msgspec
+import numpy as np
+import pytest
+
+from harvester.contracts.ids import JobId
+from scheduler.rollmux.beliefs.tail import ROOM_RATIO
+from scheduler.rollmux.permits.completion import RATIOS, SEEN_MIN, CompletionCurve, ProgressTimes
+from scheduler.rollmux.permits.events import EndPermit, NarrowPhase
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.tail_room import TailRoom
+from tests.unit.scheduler.rollmux.permits.permit_scenario import (
+    CONFIG,
+    ROLLOUT,
+    TRAINING,
+    Group,
+    of,
+    terms,
+)
+
+BULK_S, TAIL_S = 50.0, 50.0
+"""A rollout of job a at home: four fifths of its responses after half of its time."""
+
+
+class TwoJobs:
+    """Job a's rollouts; where b waits, a's tail is asked to move at 0.8."""
+
+    def __init__(self) -> None:
+        each = {"rollout": "r0", "accelerators": 8, "least_accelerators": 1, "learn_tail": True}
+        self.group = Group(terms("a", **each), terms("b", **each))
+        for _ in range(SEEN_MIN):
+            self.rollout(tail_s=TAIL_S)
+
+    def rollout(
+        self, *, tail_s: float, waits: bool = False, late_s: float = 0.0
+    ) -> tuple[float, int | None]:
+        """Seconds of the rollout's time alone that were counted, and the accelerators that its tail
+        kept; None: it stayed. `late_s`: b comes so long after the tail's begin."""
+        group = self.group
+        group.ask("a")
+        group.now += BULK_S
+        asked = of(NarrowPhase, group.beat("a", 0.8))
+        group.now += late_s
+        if waits:
+            asked = of(NarrowPhase, group.ask("b"))
+        kept = None
+        if asked:
+            group.narrowed("a")
+            (numbers,) = asked[0].accelerators.values()
+            kept = len(numbers)
+        group.now += tail_s
+        (end,) = of(EndPermit, group.end("a"))
+        if waits:
+            group.end("b")
+        for job in "ab"[: 1 + waits]:
+            group.ask(job, TRAINING)
+            group.end(job)
+        return end.solo_s, kept
+
+    @property
+    def curve(self) -> CompletionCurve:
+        permit = self.group.policy.permit(JobId("a"))
+        assert permit is not None
+        return permit.curves[ROLLOUT]
+
+
+def test_tails_that_lose_nothing_keep_their_room_and_count_in_full() -> None:
+    jobs = TwoJobs()
+    seen = [jobs.rollout(tail_s=TAIL_S, waits=True) for _ in range(40)]
+    assert {kept for _, kept in seen} == {2, None}
+    assert all(solo_s == pytest.approx(BULK_S + TAIL_S) for solo_s, _ in seen)
+
+
+def test_tails_that_take_twice_as_long_get_more_room_and_earn_no_credit_for_it() -> None:
+    """As fast as at home with half of the node; each narrower one is slower by as much."""
+    jobs, needed, kept = TwoJobs(), 4, 2
+    seen = []
+    for _ in range(60):
+        slower = needed / min(kept, needed)
+        solo_s, now_kept = jobs.rollout(tail_s=TAIL_S * slower, waits=True)
+        if now_kept is None:
+            # It stayed, and was as fast as at home.
+            seen.append(solo_s)
+            continue
+        seen.append(solo_s)
+        kept = now_kept
+    assert kept == needed
+    # While the room is being learned the loss of a few tails counts as work; then nothing of it.
+    assert seen[10:] == pytest.approx([BULK_S + TAIL_S] * 50, rel=0.26)
+    assert sum(seen[20:]) == pytest.approx(40 * (BULK_S + TAIL_S), rel=0.05)
+
+
+def test_a_tail_that_moved_late_is_one_of_the_long_ones_and_teaches_nothing() -> None:
+    jobs = TwoJobs()
+    for _ in range(10):
+        jobs.rollout(tail_s=2 * TAIL_S, waits=True, late_s=TAIL_S / 2)
+    assert jobs.curve.room == TailRoom()
+
+
+def test_one_of_nine_tails_stays_at_home_so_that_the_curve_follows_the_job() -> None:
+    jobs = TwoJobs()
+    kept = [jobs.rollout(tail_s=TAIL_S, waits=True)[1] for _ in range(27)]
+    assert [at for at, count in enumerate(kept) if count is None] == [8, 17, 26]
+    assert jobs.curve.seen == SEEN_MIN + 3
+
+
+def test_until_enough_tails_stayed_every_second_one_does() -> None:
+    """A job may declare its tail, which then moves from the first rollout on."""
+    each = {"rollout": "r0", "accelerators": 8, "least_accelerators": 1, "learn_tail": True}
+    declared = each | {"tail_ratio": 0.8, "tail_accelerators": 2}
+    jobs = TwoJobs.__new__(TwoJobs)
+    jobs.group = Group(terms("a", **declared), terms("b", **each))
+    kept = [jobs.rollout(tail_s=TAIL_S, waits=True)[1] for _ in range(6)]
+    assert kept == [2, None, 2, None, 2, None]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_spread_of_a_jobs_responses_is_not_taken_for_slowness(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    room, rooms = TailRoom(), []
+    for took_s in 50.0 * rng.lognormal(-0.06, 0.35, 1000):
+        room = room.after(took_s=float(took_s), home_s=50.0, phase_s=100.0, waited_s=0.0)
+        rooms.append(room.ratio)
+    assert median(rooms) <= 1.2 * ROOM_RATIO
+    assert max(rooms) <= 2.0 * ROOM_RATIO
+
+
+def test_a_room_that_tails_no_longer_need_is_given_back() -> None:
+    room = TailRoom(ratio=3.0)
+    for _ in range(500):
+        room = room.after(took_s=50.0, home_s=50.0, phase_s=100.0, waited_s=0.0)
+    assert room.ratio == ROOM_RATIO
+
+
+def test_a_move_under_way_survives_a_restart() -> None:
+    jobs = TwoJobs()
+    group = jobs.group
+    group.ask("a")
+    group.now += BULK_S
+    group.beat("a", 0.8)
+    group.ask("b")
+    group.narrowed("a")
+    again = PermitPolicy(CONFIG)
+    again.restore(msgspec.json.decode(msgspec.json.encode(group.policy.snapshot())))
+    before, after = group.policy.permit(JobId("a")), again.permit(JobId("a"))
+    assert before is not None
+    assert after is not None
+    assert before.tail is not None
+    assert after.tail == before.tail
+
+
+def test_loading_is_no_part_of_the_curve() -> None:
+    course = ProgressTimes().progressed(0.8, at_s=30.0 + BULK_S)
+    loaded = CompletionCurve().after(course, lasted_s=BULK_S + TAIL_S, loading_s=30.0)
+    assert loaded.times[RATIOS.index(0.8)] == pytest.approx(0.5)
