@@ -24,7 +24,7 @@ MEMORY: Final = 20.0
 """Memory in phases: the completion of a job's responses changes while its policy learns."""
 _HOME_MAX: Final = 0.25
 """Cap on the weight of one phase: each differs from the next."""
-_MOVED_MAX: Final = 24
+_MOVED_MAX: Final = 99
 """Tails that move in a row before one stays at home; a single one until `SEEN_MIN` have stayed."""
 
 
@@ -95,7 +95,7 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         weight = max(1.0 / (self.seen + 1.0), min((1.0 + self.moved) / MEMORY, _HOME_MAX))
         old = self.times or found
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
-        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room)
+        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room.after_stay())
 
     def after_move(self, move: TailMove, *, worked_s: float, loading_s: float) -> "CompletionCurve":
         """Folds in one more phase whose tail moved; it worked for `worked_s`, of which loading and

@@ -21,8 +21,8 @@ _SURE_ERRORS: Final = 2.0
 _SLOW_RATIO: Final = 1.15
 """Tails that take longer than this, over home, get more room."""
 _LESS_RATIO: Final = 0.9
-"""Factor on a room at which `_TAILS_MAX` tails were as fast as at home: it may be more than they
-need."""
+"""Factor on a room at which `_TAILS_MAX` tails were as fast as at home, or stayed there: it may be
+more than they need."""
 _ROOM_MAX: Final = 20.0
 """All accelerators for the last twentieth of the responses."""
 _TAIL_MAX_RATIO: Final = 4.0
@@ -47,6 +47,8 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the times that they would have taken at home."""
     squares_s2: float = 0.0
     """Sum of the squared differences of both."""
+    stayed: int = 0
+    """Number of tails since the last that moved."""
 
     @property
     def slowdown(self) -> float:
@@ -75,12 +77,26 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             return TailRoom(ratio=min(_ROOM_MAX, seen.ratio * seen.slowdown))
         if seen.tails < _TAILS_MAX:
             return seen
-        if seen.slowdown == 1.0 and seen.ratio > ROOM_RATIO:
-            return TailRoom(ratio=max(ROOM_RATIO, seen.ratio * _LESS_RATIO))
+        return seen._less() if seen.slowdown == 1.0 else seen._halved()
+
+    def after_stay(self) -> "TailRoom":
+        """Folds in one more tail that did not move: with too much room none does, and none would
+        show that less is enough."""
+        if self.ratio == ROOM_RATIO:
+            return self
+        seen = msgspec.structs.replace(self, stayed=self.stayed + 1)
+        return seen if seen.stayed < _TAILS_MAX else seen._less()
+
+    def _less(self) -> "TailRoom":
+        if self.ratio == ROOM_RATIO:
+            return self._halved()
+        return TailRoom(ratio=max(ROOM_RATIO, self.ratio * _LESS_RATIO))
+
+    def _halved(self) -> "TailRoom":
         return TailRoom(
-            ratio=seen.ratio,
-            tails=seen.tails // 2,
-            took_s=seen.took_s / 2,
-            home_s=seen.home_s / 2,
-            squares_s2=seen.squares_s2 / 2,
+            ratio=self.ratio,
+            tails=self.tails // 2,
+            took_s=self.took_s / 2,
+            home_s=self.home_s / 2,
+            squares_s2=self.squares_s2 / 2,
         )
