@@ -7,6 +7,7 @@ with the room that the job's moved tails have needed. Until enough phases were s
 ones hold. Now and then a tail stays at home, so that the curve follows the job.
 """
 
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -22,12 +23,10 @@ SEEN_MIN: Final = 3
 """Phases before the curve counts: the first of a process also loads its state."""
 MEMORY: Final = 20.0
 """Memory in phases: the completion of a job's responses changes while its policy learns."""
-_HOME_MAX: Final = 0.25
-"""Cap on the weight of one phase: each differs from the next."""
+_WEIGHT_MAX: Final = 0.25
+"""Cap on the weight of one phase, once `SEEN_MIN` were seen: each differs from the next."""
 _MOVED_MAX: Final = 99
 """Tails that move in a row before one stays at home; a single one until `SEEN_MIN` have stayed."""
-
-
 _LEAST_RATIO: Final = 1e-3
 """Least share of a phase's time that counts as passed: estimates need a positive one."""
 
@@ -92,10 +91,10 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
             return self
         found = [min(1.0, max(0.0, passed_s - loading_s) / lasted_s) for passed_s in ended.passed_s]
         # It stands for the phases whose tails have moved since the last one, too.
-        weight = max(1.0 / (self.seen + 1.0), min((1.0 + self.moved) / MEMORY, _HOME_MAX))
+        weight = max(1.0 / (self.seen + 1.0), min((1.0 + self.moved) / MEMORY, _WEIGHT_MAX))
         old = self.times or found
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
-        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room.after_stay())
+        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room.after_tail_at_home())
 
     def after_move(self, move: TailMove, *, worked_s: float, loading_s: float) -> "CompletionCurve":
         """Folds in one more phase whose tail moved; it worked for `worked_s`, of which loading and
@@ -127,6 +126,14 @@ def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, in
     """
     if not phase.learn_tail or curve is None or curve.seen < SEEN_MIN:
         return phase.tail_ratio, phase.tail_accelerators
-    count = phase.all_accelerators
-    threshold, shape = best_tail(curve.points, accelerators=count, room_ratio=curve.room.ratio)
-    return threshold, round(shape.share * count)
+    return _learned_tail(curve.times, curve.room.ratio, phase.all_accelerators)
+
+
+# Every beat asks.
+@lru_cache(maxsize=4096)
+def _learned_tail(
+    times: tuple[float, ...], room_ratio: float, accelerators: int
+) -> tuple[float, int]:
+    points = CompletionCurve(times=times).points
+    threshold, shape = best_tail(points, accelerators=accelerators, room_ratio=room_ratio)
+    return threshold, round(shape.share * accelerators)

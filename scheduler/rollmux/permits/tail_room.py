@@ -79,7 +79,7 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             return seen
         return seen._less() if seen.slowdown == 1.0 else seen._halved()
 
-    def after_stay(self) -> "TailRoom":
+    def after_tail_at_home(self) -> "TailRoom":
         """Folds in one more tail that did not move: with too much room none does, and none would
         show that less is enough."""
         if self.ratio == ROOM_RATIO:

@@ -136,7 +136,7 @@ def test_a_room_that_tails_no_longer_need_is_given_back(moves: bool) -> None:
         if moves:
             room = room.after(took_s=50.0, home_s=50.0, phase_s=100.0, waited_s=0.0)
         else:
-            room = room.after_stay()
+            room = room.after_tail_at_home()
     assert room.ratio == ROOM_RATIO
 
 
