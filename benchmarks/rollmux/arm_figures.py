@@ -31,6 +31,7 @@ def arm_figures(found: Sequence[ArmRun], solo_d_dollars: Sequence[float]) -> dic
             "kept": kept,
             "ratio": kept / jobs,
             "kept_profiled": sum(one.kept_profiled for one in arms),
+            "kept_falsely": sum(one.kept_falsely for one in arms),
         },
         "slo_of_worst_20_iterations": {
             "kept": windows_kept,

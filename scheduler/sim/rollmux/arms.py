@@ -32,6 +32,8 @@ class ArmResult:
     """Jobs with completion over realised solo time within their SLO."""
     kept_profiled: int
     """Jobs kept by the same measure against the solo time at declared maxima."""
+    kept_falsely: int
+    """Jobs with an SLO that the control reported as kept, and that was not."""
     worst_window: float
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     windows_kept: int
@@ -111,14 +113,16 @@ def arm_result(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WO
     done = [one for one in jobs if one.job.job in run.ledger.ended_s]
     if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:
         raise AssertionError("every job ends and every node goes down")
+    kept = {one.job.job for one in done if attained(one, run.ledger.ended_s[one.job.job], world)}
     windows = [worst_window(one, run.ledger.iteration_ends_s[one.job.job], world) for one in done]
     return ArmResult(
         dollars=run.ledger.dollars,
         jobs=len(done),
-        kept=sum(attained(one, run.ledger.ended_s[one.job.job], world) for one in done),
+        kept=len(kept),
         kept_profiled=sum(
             _kept_profiled(one, run.ledger.ended_s[one.job.job], world) for one in done
         ),
+        kept_falsely=len(run.ledger.reported_kept - kept),
         worst_window=max(windows),
         windows_kept=sum(one <= 1.0 + ROUNDING for one in windows),
         windows_above_goal=sum(one > WINDOW_GOAL for one in windows),

@@ -13,6 +13,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import NO_JOB
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import (
+    CloseJob,
     NodeReport,
     OrderMove,
     PlanJob,
@@ -198,6 +199,8 @@ class Driver:
                 self._counts.moves += effect.decision is PlacementDecision.MOVED
                 self._counts.restarts += effect.decision is PlacementDecision.RESTARTED
                 self.ledger.placement(self._now, effect)
+            case CloseJob(kept=True):
+                self.ledger.reported_kept.add(effect.job)
             case WarnHolder():
                 self._set(self._now + self._runtime.config.permits.warn_s, self._tick, False)
             case RevokePermit():

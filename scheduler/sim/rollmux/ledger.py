@@ -39,6 +39,8 @@ class Ledger:
     priced: list[tuple[float, float, float]] = field(default_factory=list)
     """Start, end and price per hour of every node that has gone down."""
     ended_s: dict[JobId, float] = field(default_factory=dict)
+    reported_kept: set[JobId] = field(default_factory=set)
+    """Jobs whose SLO the control reported as kept."""
     iteration_ends_s: dict[JobId, list[float]] = field(default_factory=dict)
     _up: dict[NodeId, tuple[float, Pool, float]] = field(default_factory=dict)
 

@@ -22,6 +22,7 @@ def _piece(dollars: float, *, kept: int = 10, windows_kept: int = 8, above: int 
             jobs=10,
             kept=kept,
             kept_profiled=10,
+            kept_falsely=0,
             worst_window=1.4,
             windows_kept=windows_kept,
             windows_above_goal=above,

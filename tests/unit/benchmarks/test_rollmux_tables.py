@@ -21,6 +21,7 @@ def _arms() -> dict[str, dict[str, object]]:
             jobs=200,
             kept=kept,
             kept_profiled=200,
+            kept_falsely=0,
             worst_window=1.25,
             windows_kept=150,
             windows_above_goal=3,
