@@ -14,7 +14,7 @@ import msgspec
 
 from scheduler.model import Completion
 from scheduler.rollmux.beliefs.tail import best_tail
-from scheduler.rollmux.permits.tail_room import TailRoom
+from scheduler.rollmux.permits.tail_room import LostTime, TailRoom
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 RATIOS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
@@ -96,23 +96,25 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
         return CompletionCurve(seen=self.seen + 1, times=times, room=self.room.after_tail_at_home())
 
-    def after_move(self, move: TailMove, *, worked_s: float, loading_s: float) -> "CompletionCurve":
+    def after_move(
+        self, move: TailMove, *, worked_s: float, loading_s: float
+    ) -> tuple["CompletionCurve", LostTime]:
         """Folds in one more phase whose tail moved; it worked for `worked_s`, of which loading and
         the move took `loading_s`."""
         curve = msgspec.structs.replace(self, moved=self.moved + 1)
         passed_s = move.course.passed_s
         if move.left_s is None or not passed_s or self.seen < SEEN_MIN:
-            return curve
+            return curve, LostTime()
         loaded_s = max(0.0, loading_s - (move.left_s - move.asked_s))
         passed_ratio = self.times[len(passed_s) - 1]
         phase_s = max(0.0, passed_s[-1] - loaded_s) / max(passed_ratio, _LEAST_RATIO)
-        room = self.room.after(
+        room, lost = self.room.after(
             took_s=worked_s - move.left_s,
             home_s=phase_s - (move.asked_s - loaded_s),
             phase_s=phase_s,
             waited_s=move.asked_s - passed_s[-1],
         )
-        return msgspec.structs.replace(curve, room=room)
+        return msgspec.structs.replace(curve, room=room), lost
 
     @property
     def points(self) -> tuple[Completion, ...]:

@@ -10,6 +10,7 @@ from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitT
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.starts import enqueue
+from scheduler.rollmux.permits.tail_room import LostTime
 
 _LEAST_S: Final = 1e-3
 """Least duration of a phase, in s: estimates need a positive one."""
@@ -33,7 +34,7 @@ def ended(
     permit.work_until(now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
     loading_s = min(event.loading_s, permit.worked_s)
-    _learn(permit, permit.kind, loading_s=loading_s, leased_s=leased_s)
+    lost = _learn(permit, permit.kind, loading_s=loading_s, leased_s=leased_s)
     done = end(
         table,
         permit,
@@ -41,7 +42,8 @@ def ended(
         "",
         now=now,
         loading_s=loading_s,
-        saved_s=leased_s - _lost_s(permit, permit.kind),
+        saved_s=leased_s - lost.here_s,
+        earlier_lost_s=lost.earlier_s,
         stays_loaded=event.stays_loaded,
     )
     # Terms may have changed while it ran, and no longer know this phase.
@@ -50,29 +52,23 @@ def ended(
     return [done, enqueue(table, permit, permit.terms.after(permit.kind), now=now)]
 
 
-def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
-    """Learns the phase's duration and its completion, for the threshold of its tail."""
+def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> LostTime:
+    """Learns the phase's duration and its completion, for the threshold of its tail; returns what
+    its tail has lost on a part of its nodes."""
     longest = permit.longest_runs.get(kind, LongestRun())
     permit.longest_runs[kind] = longest.completed(permit.worked_s)
     lasted_s = _solo_s(permit, loading_s, leased_s)
     phase = permit.terms.phase(kind)
     learns = phase is not None and phase.learn_tail and not permit.was_away
     if not learns or permit.course is None:
-        return
-    before, tail = permit.curves.get(kind, CompletionCurve()), permit.tail
+        return LostTime()
+    curve, lost, tail = permit.curves.get(kind, CompletionCurve()), LostTime(), permit.tail
     if tail is None or tail.left_s is None:
-        after = before.after(permit.course, lasted_s=lasted_s, loading_s=loading_s)
+        curve = curve.after(permit.course, lasted_s=lasted_s, loading_s=loading_s)
     else:
-        after = before.after_move(tail, worked_s=permit.worked_s, loading_s=loading_s)
-    permit.curves[kind] = after
-
-
-def _lost_s(permit: JobPermit, kind: PhaseKind) -> float:
-    """Time that the phase's tail has lost on the accelerators that it kept, as far as is known."""
-    tail, curve = permit.tail, permit.curves.get(kind)
-    if tail is None or tail.left_s is None or curve is None:
-        return 0.0
-    return (permit.worked_s - tail.left_s) * (1.0 - 1.0 / curve.room.slowdown)
+        curve, lost = curve.after_move(tail, worked_s=permit.worked_s, loading_s=loading_s)
+    permit.curves[kind] = curve
+    return lost
 
 
 def end(
@@ -84,6 +80,7 @@ def end(
     now: float,
     loading_s: float = 0.0,
     saved_s: float = 0.0,
+    earlier_lost_s: float = 0.0,
     stays_loaded: bool = False,
 ) -> EndPermit:
     """`saved_s`: how much longer the phase's work would have taken alone on its own nodes."""
@@ -106,6 +103,7 @@ def end(
         solo_s=_solo_s(permit, loading_s, saved_s),
         measured=not permit.was_away,
         loading_s=loading_s,
+        earlier_lost_s=earlier_lost_s,
     )
 
 

@@ -219,6 +219,8 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     """False: `solo_s` is only an upper bound, since the tail was away on leases."""
     loading_s: float = 0.0
     """Loading time beside it, in s, as the holder reported."""
+    earlier_lost_s: float = 0.0
+    """Time, in s, that earlier phases' moved tails had lost and that was counted as work alone."""
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):

@@ -7,7 +7,7 @@ have taken there. Tails that took longer get more room; what they lost is no tim
 """
 
 from math import sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,15 @@ _WAITED_MAX_RATIO: Final = 0.25
 are the long ones: the short ones had ended, and nothing of them was compared."""
 
 
+class LostTime(NamedTuple):
+    """Time that moved tails took longer than at home, in s; 0 where that may be chance."""
+
+    here_s: float = 0.0
+    """Of the tail that has ended."""
+    earlier_s: float = 0.0
+    """Of earlier ones, of which it was not yet sure."""
+
+
 class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Room of a job's tails: accelerators over their share of the responses."""
 
@@ -47,6 +56,8 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the times that they would have taken at home."""
     squares_s2: float = 0.0
     """Sum of the squared differences of both."""
+    told_s: float = 0.0
+    """Part of the difference of both sums that was told as lost."""
     stayed: int = 0
     """Number of tails since the last that moved."""
 
@@ -60,24 +71,34 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
         error_s = sqrt(spread_s2 * self.tails / (self.tails - 1))
         return self.took_s / self.home_s if lost_s > _SURE_ERRORS * error_s else 1.0
 
-    def after(self, *, took_s: float, home_s: float, phase_s: float, waited_s: float) -> "TailRoom":
+    def after(
+        self, *, took_s: float, home_s: float, phase_s: float, waited_s: float
+    ) -> tuple["TailRoom", LostTime]:
         """Folds in one more moved tail, which took `took_s` and would have taken `home_s` at home,
         of a phase of `phase_s`. It moved `waited_s` after the completed share that tells so."""
         if home_s < _REST_MIN_RATIO * phase_s or waited_s > _WAITED_MAX_RATIO * (home_s + waited_s):
-            return self
-        took_s = min(took_s, _TAIL_MAX_RATIO * home_s)
+            return self, LostTime(here_s=self._lost_s(took_s))
+        compared_s = min(took_s, _TAIL_MAX_RATIO * home_s)
         seen = TailRoom(
             ratio=self.ratio,
             tails=self.tails + 1,
-            took_s=self.took_s + took_s,
+            took_s=self.took_s + compared_s,
             home_s=self.home_s + home_s,
-            squares_s2=self.squares_s2 + (took_s - home_s) ** 2,
+            squares_s2=self.squares_s2 + (compared_s - home_s) ** 2,
+            told_s=self.told_s,
         )
+        if seen.slowdown == 1.0:
+            return seen if seen.tails < _TAILS_MAX else seen._less(), LostTime()
+        here_s = seen._lost_s(took_s)
+        earlier_s = max(0.0, seen.took_s - seen.home_s - seen.told_s - here_s)
+        seen = msgspec.structs.replace(seen, told_s=seen.told_s + here_s + earlier_s)
+        lost = LostTime(here_s, earlier_s)
         if seen.slowdown > _SLOW_RATIO:
-            return TailRoom(ratio=min(_ROOM_MAX, seen.ratio * seen.slowdown))
-        if seen.tails < _TAILS_MAX:
-            return seen
-        return seen._less() if seen.slowdown == 1.0 else seen._halved()
+            return TailRoom(ratio=min(_ROOM_MAX, seen.ratio * seen.slowdown)), lost
+        return seen if seen.tails < _TAILS_MAX else seen._halved(), lost
+
+    def _lost_s(self, took_s: float) -> float:
+        return took_s * (1.0 - 1.0 / self.slowdown)
 
     def after_tail_at_home(self) -> "TailRoom":
         """Folds in one more tail that did not move: with too much room none does, and none would
@@ -99,4 +120,5 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             took_s=self.took_s / 2,
             home_s=self.home_s / 2,
             squares_s2=self.squares_s2 / 2,
+            told_s=self.told_s / 2,
         )
