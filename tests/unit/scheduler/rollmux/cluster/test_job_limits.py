@@ -92,7 +92,14 @@ def _policy() -> ClusterPolicy:
     return policy
 
 
-def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) -> None:
+def _done(
+    policy: ClusterPolicy,
+    kind: PhaseKind,
+    solo_s: float,
+    *,
+    now: float,
+    earlier_lost_s: float = 0.0,
+) -> None:
     end = EndPermit(
         job=SYNCED.job,
         kind=kind,
@@ -100,6 +107,7 @@ def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) 
         ended=PermitEndReason.DONE,
         reason="",
         solo_s=solo_s,
+        earlier_lost_s=earlier_lost_s,
     )
     policy.complete_phase(end, None, now=now)
 
@@ -114,6 +122,15 @@ def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:
     assert placed.iterations == 1
     assert facts.account.solo_s == 58.0
     assert facts.settled_slowdown(58.0) == 1.0
+
+
+def test_what_earlier_tails_had_lost_is_no_time_alone_and_teaches_no_duration() -> None:
+    policy = _policy()
+    facts = policy.planner.facts[SYNCED.job]
+    _done(policy, ROLLOUT, 40.0, now=40.0)
+    _done(policy, ROLLOUT, 40.0, now=90.0, earlier_lost_s=10.0)
+    assert facts.account.solo_s == 70.0
+    assert facts.rollout.mean_s == pytest.approx(40.0)
 
 
 def test_a_restart_between_training_and_sync_goes_on_there() -> None:
