@@ -39,9 +39,9 @@ class LostTime(NamedTuple):
     """Time that moved tails took longer than at home, in s; 0 where that may be chance."""
 
     here_s: float = 0.0
-    """Of the tail that has ended."""
+    """Part of the tail that has ended."""
     earlier_s: float = 0.0
-    """Of earlier ones, of which it was not yet sure."""
+    """Part of earlier ones, which might have been chance until now."""
 
 
 class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the times that they would have taken at home."""
     squares_s2: float = 0.0
     """Sum of the squared differences of both."""
-    told_s: float = 0.0
-    """Part of the difference of both sums that was told as lost."""
+    counted_s: float = 0.0
+    """Part of the difference of both sums that was returned as lost."""
     stayed: int = 0
     """Number of tails since the last that moved."""
 
@@ -85,13 +85,13 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             took_s=self.took_s + compared_s,
             home_s=self.home_s + home_s,
             squares_s2=self.squares_s2 + (compared_s - home_s) ** 2,
-            told_s=self.told_s,
+            counted_s=self.counted_s,
         )
         if seen.slowdown == 1.0:
             return seen if seen.tails < _TAILS_MAX else seen._less(), LostTime()
         here_s = seen._lost_s(took_s)
-        earlier_s = max(0.0, seen.took_s - seen.home_s - seen.told_s - here_s)
-        seen = msgspec.structs.replace(seen, told_s=seen.told_s + here_s + earlier_s)
+        earlier_s = max(0.0, seen.took_s - seen.home_s - seen.counted_s - here_s)
+        seen = msgspec.structs.replace(seen, counted_s=seen.counted_s + here_s + earlier_s)
         lost = LostTime(here_s, earlier_s)
         if seen.slowdown > _SLOW_RATIO:
             return TailRoom(ratio=min(_ROOM_MAX, seen.ratio * seen.slowdown)), lost
@@ -120,5 +120,5 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             took_s=self.took_s / 2,
             home_s=self.home_s / 2,
             squares_s2=self.squares_s2 / 2,
-            told_s=self.told_s / 2,
+            counted_s=self.counted_s / 2,
         )
