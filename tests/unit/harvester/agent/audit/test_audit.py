@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -427,7 +428,7 @@ def test_a_reload_says_what_changed_and_which_mode(stage: Stage) -> None:
 
 def test_slots_that_come_go_and_are_opened_again_are_recorded_with_their_mode(stage: Stage) -> None:
     first = stage.config.slots[0]
-    observes = first.policy.model_copy(update={"mode": Mode.OBSERVE})
+    observes = replace(first.policy, mode=Mode.OBSERVE)
     second = first.model_copy(update={"name": "slot1", "policy": observes})
     stage.node.reconfigure(stage.config.model_copy(update={"slots": (first, second)}))
     opened = stage.last("slot_opened")
