@@ -8,11 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from harvester.agent.audit.audit_log import AuditLog
+from harvester.agent.audit.audit_log import AGENT, AuditLog
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.slot_loop import Slot
 from harvester.config import AgentConfig, SlotConfig
+from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import SlotId
@@ -106,7 +107,8 @@ class OpenSlots:
             if self._clock.now() - began_s > _OPENING_S:
                 self.unopened[name] = _WAITS
                 continue
-            self._open(each, before)
+            if self._open(each, before) is None:
+                self._note_opened(SlotId(name))
             self._beat_if_due()
         order = {name: number for number, name in enumerate(found)}
         self._slots = tuple(sorted(self._slots, key=lambda slot: order.get(slot.name, -1)))
@@ -123,6 +125,11 @@ class OpenSlots:
             self._forget(SlotId(slot.name))
             return error
         return None
+
+    def _note_opened(self, name: SlotId) -> None:
+        """Slots that open with the agent are in its own event."""
+        mode = self.named(name).policy.settings.mode
+        self._audit.note(AuditKind.SLOT_OPENED, slot=name, who=AGENT, reason=f"mode {mode}")
 
     def _opened(self, slot: SlotConfig) -> Slot:
         config = self._target
@@ -152,6 +159,9 @@ class OpenSlots:
         except Exception:  # The slot's page may be at fault; the grant then expires.
             _log.exception("slot %s: closing it failed", slot.name)
         self._on_closed()
+        reopens = any(each.name == slot.name for each in self._target.slots)
+        reason = "to be opened again" if reopens else "not in the configuration any more"
+        self._audit.note(AuditKind.SLOT_CLOSED, slot=slot.name, who=AGENT, reason=reason)
         self._slots = tuple(each for each in self._slots if each is not slot)
         self._forget(slot.name)
         self._beat_if_due()

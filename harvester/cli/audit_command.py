@@ -16,13 +16,21 @@ from rich.text import Text
 
 from harvester.cli.root import plain
 from harvester.config_file import read_agent_config
-from harvester.contracts.audit import AuditEvent, audit_files, read_audit
+from harvester.contracts.audit import AuditEvent, AuditKind, audit_files, read_audit
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _CONFIG_SUFFIXES = (".yaml", ".yml")
 _PIPE_COLUMNS = 400
+_OF_THE_NODE = frozenset(
+    {
+        *(AuditKind.AGENT_STARTED, AuditKind.AGENT_STOPPED, AuditKind.AUDIT_RESUMED),
+        *(AuditKind.CONFIG_RELOADED, AuditKind.CONFIG_REFUSED, AuditKind.KILL_SWITCH),
+        *(AuditKind.STOP_PLACED, AuditKind.STOP_LIFTED),
+    }
+)
+"""Events that concern every slot where they name none: they are often why a slot closed."""
 ROWS_MAX = 1000
 """A row takes 1 ms and 10 KB, and an audit may have a million events."""
 
@@ -35,7 +43,9 @@ def audit(
         str | None, typer.Option(help="How long ago (30m, 2h, 7d), or from which time (RFC 3339).")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only events of this tenant.")] = None,
-    slot: Annotated[str | None, typer.Option(help="Only events of this slot.")] = None,
+    slot: Annotated[
+        str | None, typer.Option(help="Only events of this slot and of the whole node.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the events as JSON lines.")] = False,
 ) -> None:
     from_time = None if since is None else _begin(since)
@@ -43,7 +53,7 @@ def audit(
         event
         for event in _events(_files(source), from_time)
         if (tenant is None or event.tenant == tenant)
-        and (slot is None or event.slot == slot)
+        and (slot is None or event.slot == slot or _is_of_the_node(event))
         and (from_time is None or _time(event) >= from_time)
     )
     if json:
@@ -58,6 +68,10 @@ def audit(
     if found > len(latest):
         text = f"the latest {len(latest)} of {found} events: choose with --since, or --json for all"
         typer.echo(f"rosemux audit: {text}", err=True)
+
+
+def _is_of_the_node(event: AuditEvent) -> bool:
+    return not event.slot and event.event in _OF_THE_NODE
 
 
 def _files(source: Path) -> list[Path]:
@@ -92,12 +106,12 @@ def _events(files: list[Path], from_time: datetime | None) -> Iterator[AuditEven
 
 
 def _begin(since: str) -> datetime:
-    if found := re.fullmatch(r"(\d{1,6})([smhdw])", since):
-        ago = timedelta(seconds=int(found[1]) * _UNITS_S[found[2]])
-        return datetime.fromisoformat(wall_time_utc()) - ago
     try:
+        if found := re.fullmatch(r"(\d{1,6})([smhdw])", since):
+            ago = timedelta(seconds=int(found[1]) * _UNITS_S[found[2]])
+            return datetime.fromisoformat(wall_time_utc()) - ago
         time = datetime.fromisoformat(since)
-    except ValueError:
+    except (ValueError, OverflowError):  # No calendar goes back by 999999 weeks.
         time = None
     if time is None or time.tzinfo is None:
         raise ConfigError(f"--since {since}: write 30m, 2h, 7d, or a time as 2026-01-31T12:00:00Z")

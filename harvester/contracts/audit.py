@@ -24,6 +24,8 @@ class AuditKind(StrEnum):
     CONFIG_RELOADED = "config_reloaded"
     CONFIG_REFUSED = "config_refused"
     MODE_CHANGED = "mode_changed"
+    SLOT_OPENED = "slot_opened"
+    SLOT_CLOSED = "slot_closed"
     KILL_SWITCH = "kill_switch"
     STOP_PLACED = "stop_placed"
     STOP_LIFTED = "stop_lifted"

@@ -44,6 +44,27 @@ class Guards:
 
         `beside_step(s)`: whether the guest stepped within the last `s` seconds before `now`.
         """
+        served, breached = NONE_SERVED, False
+        if production.ttft.total or production.itl.total or production.itl_late.total:
+            served, breached = self._judged(production, beside_step=beside_step, now=now)
+        self._memory.unanswered += production.unanswered
+        level = self.step_level.observe(breached=breached, now=now)
+        for window in (self._ttft_misses, self._itl_misses):
+            window.state.breached &= level < 1.0
+        return self.budget.observe(
+            served,
+            now=now,
+            slice_s=self.proof.slice_s,
+            withheld_share=self.proof.withheld_share,
+            leased=lease.lease is not None,
+            allotment=lease.allotment,
+        )
+
+    def _judged(
+        self, production: ProductionView, *, beside_step: Callable[[float], bool], now: float
+    ) -> tuple[Served, bool]:
+        """A beat's new latencies as counts for the budget, and whether they breach the level's
+        limit on misses."""
         settings, memory = self._settings, self._memory
         ttft, itl, late = production.ttft, production.itl, production.itl_late
         late_first = ttft.above(settings.ttft_slo_s)
@@ -53,7 +74,6 @@ class Guards:
         served = self._served(production, misses=misses, now=now)
         if served != NONE_SERVED:
             memory.served += served
-        memory.unanswered += production.unanswered
         own = [(x, weight) for x, weight in ttft.weighed if self.proof.stands_for(now - x)]
         own_samples = sum(weight for _, weight in own)
         level_ttft = self._ttft_misses.observe(
@@ -73,17 +93,7 @@ class Guards:
             own_stands_for=served.withheld_beats / production.decoded if withheld else 1.0,
             now=now,
         )
-        level = self.step_level.observe(breached=level_ttft or level_itl, now=now)
-        for window in (self._ttft_misses, self._itl_misses):
-            window.state.breached &= level < 1.0
-        return self.budget.observe(
-            served,
-            now=now,
-            slice_s=self.proof.slice_s,
-            withheld_share=self.proof.withheld_share,
-            leased=lease.lease is not None,
-            allotment=lease.allotment,
-        )
+        return served, level_ttft or level_itl
 
     def prove(
         self, production: ProductionView, *, eligible: bool, leased: bool, now: float

@@ -13,6 +13,11 @@ from harvester.policy.states import Condition, State
 _OPERATOR = "operator, by the release file"
 _FAULT = "fault"
 """State of a slot for which the agent cannot decide."""
+_PASSING = frozenset({Condition.WITHHELD, Condition.COOLING})
+"""Conditions that end by themselves and say less than the one before them."""
+_LASTING_S = 10.0
+"""Time after which another condition of the same state is noted: a slot that fell silent and has
+been overspent since would else seem silent for hours. Flapping conditions last less."""
 
 
 class SlotAudit:
@@ -20,6 +25,11 @@ class SlotAudit:
         self._slot = slot
         self._log = log
         self._state = policy.state.value
+        self._noted: Condition | None = None
+        """Condition of the last event about the state; None before the first one."""
+        self._condition: Condition | None = None
+        """Condition of the last beat, which began at `_since_s`."""
+        self._since_s = 0.0
         self._quarantine = ""
         self._guest: tuple[ProcessId, ...] | None = None
         """Processes of the present guest; None without a guest."""
@@ -41,13 +51,10 @@ class SlotAudit:
     ) -> None:
         """Note what this beat has changed. Called at every beat, so it is cheap."""
         self._tried_before, self._tried = self._tried, set()
-        # A withheld slice is random, and ends within two minutes: the audit leaves it out.
-        if policy.state != self._state and policy.condition is not Condition.WITHHELD:
-            reason = policy.reason
-            if (policy.state, policy.condition) == (State.CLOSED, Condition.CLEAR):
-                reason = "closed for one beat before it may open"
-            text = f"{policy.condition}: {reason}" if reason else policy.condition
-            self._move(policy.state.value, text, lease, now)
+        if policy.condition is not self._condition:
+            self._condition, self._since_s = policy.condition, now
+        if self._has_news(policy, now):
+            self._note_condition(policy, lease, now)
         if policy.quarantined != self._quarantine:
             self._note_quarantine(policy.quarantined, sample.release)
         for effect in effects:
@@ -64,9 +71,27 @@ class SlotAudit:
         """The agent's own fault keeps the slot closed."""
         self._move(_FAULT, reason, None, now)
 
-    def _move(self, state: str, reason: str, lease: SlotLease | None, now: float) -> None:
+    def _has_news(self, policy: SlotPolicy, now: float) -> bool:
+        """Whether the state is another one, or its condition another one that lasts."""
+        # A withheld slice is random, and ends within two minutes: the audit leaves it out.
+        if policy.state != self._state:
+            return policy.condition is not Condition.WITHHELD
+        if policy.condition is self._noted or policy.condition in _PASSING:
+            return False
+        return now - self._since_s >= _LASTING_S
+
+    def _note_condition(self, policy: SlotPolicy, lease: SlotLease | None, now: float) -> None:
+        reason = policy.reason
+        if (policy.state, policy.condition) == (State.CLOSED, Condition.CLEAR):
+            reason = "closed for one beat before it may open"
+        text = f"{policy.condition}: {reason}" if reason else policy.condition
+        if self._move(policy.state.value, text, lease, now):
+            self._noted = policy.condition
+
+    def _move(self, state: str, reason: str, lease: SlotLease | None, now: float) -> bool:
+        """Whether the event was admitted."""
         if not self._admits(state, now):
-            return
+            return False
         held = {} if lease is None else lease_fields(lease)
         self._note(
             AuditKind.SLOT_STATE,
@@ -77,6 +102,7 @@ class SlotAudit:
             **held,
         )
         self._state = state
+        return True
 
     def _note_quarantine(self, reason: str, release: str) -> None:
         if release and self._quarantine:

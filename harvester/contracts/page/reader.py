@@ -70,12 +70,14 @@ class PageReader(Generic[R]):
             fault = self._open()
             if fault is not None:
                 return Reading(None, fault)
-        if self.sequence() == self._sequence:
+        # One copy, as most reads find a new record: the agent's beat is as long as its writers'.
+        page = _copied(self._fd)
+        if page[_SEQUENCE] == self._sequence:
             # Already decoded: one sequence number is one record, and only age can spoil it.
             last = self._last
             if time_fault(last.stamp_ns, self._expires_ns, now_ns=now_ns) is None:
                 return last
-        reading = self._decode(_copied(self._fd), now_ns)
+        reading = self._decode(page, now_ns)
         if reading.fault is None:
             return reading
         # The page may have been deleted and recreated since it was opened.

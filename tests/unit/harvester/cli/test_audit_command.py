@@ -61,6 +61,16 @@ def test_the_configuration_finds_all_files_and_options_choose_events(
     assert (code, kinds(out)) == (0, shown)
 
 
+def test_the_events_of_a_slot_have_those_of_the_node_beside_them(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = event("kill_switch", to_state="drain") + event("stop_placed", slot="s0")
+    lines += event("stop_placed", tenant="t") + event("refusals_omitted", omitted=3)
+    (state / "audit.jsonl").write_bytes(lines + event("slot_state", slot="s1"))
+    _, out, _ = ran(capsys, str(state / "audit.jsonl"), "--json", "--slot", "s1")
+    assert kinds(out) == ["kill_switch", "stop_placed", "slot_state"]
+
+
 def test_a_file_stands_for_itself(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ran(capsys, str(state / "audit.000001.jsonl"), "--json")
     assert (code, kinds(out)) == (0, ["lease_ended"])
@@ -114,6 +124,7 @@ def test_a_torn_line_is_skipped_with_a_message(
         (["none.jsonl"], "no file none.jsonl"),
         (["{state}/audit.jsonl", "--since", "soon"], "--since soon: write 30m"),
         (["{state}/audit.jsonl", "--since", "2026-01-01"], "--since 2026-01-01: write 30m"),
+        (["{state}/audit.jsonl", "--since", "999999w"], "--since 999999w: write 30m"),
     ],
 )
 def test_mistakes_are_named(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,27 @@ def test_a_withheld_slice_is_no_change_of_state(tmp_path: Path) -> None:
     stage.node.close()
 
 
+def test_a_slot_that_is_overspent_since_it_was_silent_does_not_seem_silent(stage: Stage) -> None:
+    stage.harvest()
+    stage.beats()
+    writer = stage.pages.pulse_writer("prod", 0)
+    writer.write(Pulse(model_samples=1000), now_ns=monotonic_ns(), ttl_ns=0)
+    stage.beats(2)
+    assert stage.last("slot_state").reason.startswith("silent")
+    guards = stage.node.slots[0].policy.guards
+    guards.account = lambda *_, **__: True  # type: ignore[method-assign]
+    writer.write(Pulse(model_samples=1000), now_ns=monotonic_ns(), ttl_ns=10**12)
+    stage.beats(90)
+    assert stage.last("slot_state").reason.startswith("silent")
+    stage.beats(200)
+    moves = stage.of("slot_state")
+    assert [(move.from_state, move.to_state) for move in moves[-2:]] == [
+        ("open", "cooldown"),
+        ("cooldown", "cooldown"),
+    ]
+    assert moves[-1].reason.startswith("overspent")
+
+
 def test_a_state_that_flaps_is_bounded_and_its_omissions_are_counted(stage: Stage) -> None:
     stage.production()
     stage.guest()
@@ -402,6 +424,24 @@ def test_a_reload_says_what_changed_and_which_mode(stage: Stage) -> None:
     )
     mode = stage.last("mode_changed")
     assert (mode.slot, mode.from_state, mode.to_state) == (SLOT, "harvest", "observe")
+
+
+def test_slots_that_come_go_and_are_opened_again_are_recorded_with_their_mode(stage: Stage) -> None:
+    first = stage.config.slots[0]
+    observes = replace(first.policy, mode=Mode.OBSERVE)
+    second = first.model_copy(update={"name": "slot1", "policy": observes})
+    stage.node.reconfigure(stage.config.model_copy(update={"slots": (first, second)}))
+    opened = stage.last("slot_opened")
+    assert (opened.slot, opened.who, opened.reason) == ("slot1", "agent", "mode observe")
+    changed = second.model_copy(update={"pulses": ("pulse.prod.0",), "policy": first.policy})
+    stage.node.reconfigure(stage.config.model_copy(update={"slots": (first, changed)}))
+    stage.node.reconfigure(stage.config.model_copy(update={"slots": (first,)}))
+    found = [each for each in stage.events if each.event in ("slot_opened", "slot_closed")]
+    assert [(each.event, each.slot, each.reason) for each in found[1:]] == [
+        ("slot_closed", "slot1", "to be opened again"),
+        ("slot_opened", "slot1", "mode harvest"),
+        ("slot_closed", "slot1", "not in the configuration any more"),
+    ]
 
 
 def test_a_refused_reload_says_why(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
