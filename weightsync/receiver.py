@@ -251,6 +251,7 @@ class Receiver:
             table = known.table if known else {}
             parts = self.parts(plan, held)
             self._copy = None
+            stamp = self._store.stamp(plan.target)
             staging = Staging(
                 self._store,
                 plan,
@@ -264,7 +265,7 @@ class Receiver:
                 partial_sums=known.partial_sums if known else {},
                 copy=copy.staged.full if copy and uses else None,
             )
-            staged = staging.staged()
+            staged = replace(staging.staged(), stamp=stamp)
         if keeps:
             full = replace(plan.manifest, base_version=None, delta_encoding=None)
             self._copy = _Copy(PlanStep(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
@@ -367,6 +368,10 @@ class Receiver:
         """Prepare and settle."""
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
+
+    def stamp(self, version: WeightVersion) -> str:
+        """See `Store.stamp`."""
+        return self._store.stamp(version)
 
     def forget(self) -> None:
         """Drop all cached reads, which a holder found wrong by other means: they may be repaired
