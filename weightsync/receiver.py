@@ -25,7 +25,8 @@ from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_budget import MIN_STAGING_BYTES, STAGING_BYTES, MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
-from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
+from weightsync.receive import held_parts
+from weightsync.receive.held_parts import HeldParts, Selection, everything
 from weightsync.receive.known_steps import KnownSteps
 from weightsync.receive.plan import PlanStep, PullPlan, plans
 from weightsync.receive.staged import Applied, Staged, write_state
@@ -70,14 +71,17 @@ class Receiver:
     `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
     fsspec knows, or a source. Over a network, reading also raises Exhausted.
 
-    `selection`: the holder's part of each tensor; None: all of it. Its target's tensors are those
-    parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
-    waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
-    more. `will_select`: the holder's part is only known after the first version; see `select`.
+    `selection`: the holder's part of each tensor, `Receiver.Names` or `Receiver.TensorParallel`;
+    None: all of it. Its target's tensors are those parts. `staging_bytes`: memory for a version
+    beside the target, until it is applied; the excess waits in a file under `spool_dir` (/var/tmp).
+    The largest tensors, one per thread, may take more. `will_select`: the holder's part is only
+    known after the first version; see `select`.
 
     `base_checkpoint`: for the store of another trainer (slime, miles, stitch, SkyRL), the directory
     of the Hugging Face checkpoint that it started from.
     """
+
+    Names, TensorParallel = held_parts.Names, held_parts.TensorParallel
 
     def __init__(
         self,
@@ -233,7 +237,7 @@ class Receiver:
                 whole = self._copy.staged.parts.whole
             else:
                 whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
-            self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
+            self._parts = (plan.root.ref, held_parts.held_parts(whole, slicing, self._selection))
         return self._parts[1]
 
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
