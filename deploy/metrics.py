@@ -209,7 +209,7 @@ _PHASES = (
 _WEIGHTS = (
     _weights("transfers_total", _COUNTER, "store outcome", "Files or ranges sent."),
     _weights("sent_bytes_total", _COUNTER, "store", "Bytes of files sent."),
-    _weights("composed_total", _COUNTER, "store outcome", "Skip deltas made."),
+    _weights("composed_deltas_total", _COUNTER, "store outcome", "Skip deltas made."),
     _weights("refused_total", _COUNTER, "reason", "Requests refused."),
     _weights("transfers_active", _GAUGE, "", "Transfers under way."),
     _weights("pulled_bytes_total", _COUNTER, "store", "Bytes that a relay pulled."),

@@ -25,7 +25,8 @@ from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_budget import MIN_STAGING_BYTES, STAGING_BYTES, MemoryBudget
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
-from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
+from weightsync.receive import held_parts
+from weightsync.receive.held_parts import HeldParts, Selection, everything
 from weightsync.receive.known_steps import KnownSteps
 from weightsync.receive.plan import PlanStep, PullPlan, plans
 from weightsync.receive.staged import Applied, Staged, write_state
@@ -70,14 +71,17 @@ class Receiver:
     `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
     fsspec knows, or a source. Over a network, reading also raises Exhausted.
 
-    `selection`: the holder's part of each tensor; None: all of it. Its target's tensors are those
-    parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
-    waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
-    more. `will_select`: the holder's part is only known after the first version; see `select`.
+    `selection`: the holder's part of each tensor, `Receiver.Names` or `Receiver.TensorParallel`;
+    None: all of it. Its target's tensors are those parts. `staging_bytes`: memory for a version
+    beside the target, until it is applied; the excess waits in a file under `spool_dir` (/var/tmp).
+    The largest tensors, one per thread, may take more. `will_select`: the holder's part is only
+    known after the first version; see `select`.
 
     `base_checkpoint`: for the store of another trainer (slime, miles, stitch, SkyRL), the directory
     of the Hugging Face checkpoint that it started from.
     """
+
+    Names, TensorParallel = held_parts.Names, held_parts.TensorParallel
 
     def __init__(
         self,
@@ -233,7 +237,7 @@ class Receiver:
                 whole = self._copy.staged.parts.whole
             else:
                 whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
-            self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
+            self._parts = (plan.root.ref, held_parts.held_parts(whole, slicing, self._selection))
         return self._parts[1]
 
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
@@ -251,6 +255,7 @@ class Receiver:
             table = known.table if known else {}
             parts = self.parts(plan, held)
             self._copy = None
+            stamp = self._store.stamp(plan.target)
             staging = Staging(
                 self._store,
                 plan,
@@ -264,7 +269,7 @@ class Receiver:
                 partial_sums=known.partial_sums if known else {},
                 copy=copy.staged.full if copy and uses else None,
             )
-            staged = staging.staged()
+            staged = replace(staging.staged(), stamp=stamp)
         if keeps:
             full = replace(plan.manifest, base_version=None, delta_encoding=None)
             self._copy = _Copy(PlanStep(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
@@ -367,6 +372,10 @@ class Receiver:
         """Prepare and settle."""
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
+
+    def stamp(self, version: WeightVersion) -> str:
+        """See `Store.stamp`."""
+        return self._store.stamp(version)
 
     def forget(self) -> None:
         """Drop all cached reads, which a holder found wrong by other means: they may be repaired

@@ -78,6 +78,17 @@ def test_a_rank_that_holds_other_bits_than_its_part_is_found_out(world: FaultWor
     assert world.wrong == ["claims version 5 and holds other bits"]
 
 
+def test_an_engine_that_holds_other_bits_is_found_out(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
+        world.hold_engine().model.held["layers.0.norm.weight"].data[3] += 1
+        world.look()
+        return nothing
+
+    outcome = struck(world, FaultClass("a lie", strike))
+    assert world.wrong == ["claims version 5 and holds other bits"]
+    assert outcome.recovered, "the next version finds it and is written whole"
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_only_a_forged_delta_of_a_box_is_beyond_a_rank(world: FaultWorld, is_cut: bool) -> None:
     """It is counted apart, and the restarted rank is whole. All else that is wrong stays wrong."""

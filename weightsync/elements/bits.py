@@ -1,15 +1,15 @@
 """Tensors as raw bits, the input of every codec and hash.
 
 Decides the name of a dtype on disk and the unsigned integer that carries its bits. Never converts a
-value: NaN payloads and signed zeros pass through untouched. torch is imported with the first
-tensor: a follower of files has none.
+value: NaN payloads and signed zeros pass through untouched. Tensors are torch's or numpy's: a
+follower of files, and a trainer without torch, never import torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger]
 """A flat, C-contiguous array of uint8, uint16, uint32 or uint64: one element per tensor element."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Tensor: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+"""A tensor of torch, or an array of numpy; dtypes beyond numpy's own are those of ml_dtypes."""
 
 _NAMES_BY_WIDTH = {
     1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "F4"),
@@ -53,7 +55,7 @@ _TORCH_NAMES = {
     for sign, kind in (("U", "uint"), ("I", "int"))
     for bits in (8, 16, 32, 64)
 }
-_NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}
+_NAMES = {torch_name: name for name, torch_name in _TORCH_NAMES.items()}
 UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 TILE_BYTES = 256 << 10
@@ -128,15 +130,17 @@ def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec
     return spec
 
 
-def spec_of(tensor: "torch.Tensor", *, what: str = "a tensor") -> TensorSpec:
+def spec_of(tensor: Tensor, *, what: str = "a tensor") -> TensorSpec:
     """The spec of a live tensor; raises Unsupported, naming `what`, for a dtype without a name of
     safetensors, and for a tensor beyond its storage: reading freed memory ends the process."""
-    name = _NAMES.get(str(tensor.dtype))
+    name = _name_of(tensor)
     if name is None:
         raise Unsupported(
             f"{what}: dtype {tensor.dtype} cannot be published; cast to one of "
             f"{', '.join(WIDTHS_BY_DTYPE)}"
         )
+    if isinstance(tensor, np.ndarray):
+        return shared_spec(name, tensor.shape)
     if name == PAIRED and not tensor.dim():
         raise Unsupported(f"{what}: F4 numbers without a dimension: safetensors cannot hold them")
     last = tensor.storage_offset() + sum(
@@ -150,22 +154,44 @@ def spec_of(tensor: "torch.Tensor", *, what: str = "a tensor") -> TensorSpec:
     return shared_spec(name, tuple(tensor.shape))
 
 
-def memory_of(tensor: "torch.Tensor") -> object:
+def _name_of(tensor: Tensor) -> str | None:
+    """The safetensors name of its dtype."""
+    return _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+
+
+def address_of(tensor: Tensor) -> int:
+    """Address of its first element; 0 without memory of its own."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.ctypes.data if tensor.size else 0
+    return tensor.data_ptr()
+
+
+def memory_of(tensor: Tensor) -> object:
     """A key, equal for tensors with equal views of one memory; None without memory of its own: an
     empty tensor, one on the meta device, and a subclass that wraps others."""
-    address = tensor.data_ptr()
-    return (
-        (tensor.device, tensor.dtype, address, tensor.shape, tensor.stride()) if address else None
-    )
+    if not (address := address_of(tensor)):
+        return None
+    if isinstance(tensor, np.ndarray):
+        return tensor.dtype, address, tensor.shape, tensor.strides
+    return tensor.device, tensor.dtype, address, tensor.shape, tensor.stride()
 
 
-def is_finite(tensor: "torch.Tensor") -> bool:
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether its elements lie in one piece, in the order of its dimensions."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.flags.c_contiguous
+    return tensor.is_contiguous()
+
+
+def is_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
+    if isinstance(tensor, np.ndarray):
+        return bool(np.isfinite(tensor).all())
     import torch
 
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     # Every F4 number is finite.
-    is_bounded = not values.is_floating_point() or _NAMES.get(str(values.dtype)) == PAIRED
+    is_bounded = not values.is_floating_point() or _name_of(values) == PAIRED
     if is_bounded or not values.numel():
         return True
     # torch compares no float8. NaN is both ends of a tensor that has one.
@@ -173,12 +199,14 @@ def is_finite(tensor: "torch.Tensor") -> bool:
     return bool(ends.min.isfinite() and ends.max.isfinite())
 
 
-def bits_of(tensor: "torch.Tensor") -> Bits:
+def bits_of(tensor: Tensor) -> Bits:
     """The bits of a contiguous CPU tensor, sharing its memory."""
+    if not is_contiguous(tensor):
+        raise Unsupported("tensor is not contiguous: call `.contiguous()` first")
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(-1).view(UNSIGNED_NUMPY[tensor.itemsize])
     if tensor.device.type != "cpu":
         raise Unsupported(f"tensor on {tensor.device}: copy it to the CPU first (`tensor.cpu()`)")
-    if not tensor.is_contiguous():
-        raise Unsupported("tensor is not contiguous: call `.contiguous()` first")
     unsigned = torch_dtypes()[f"U{8 * tensor.dtype.itemsize}"]
     bits: Bits = tensor.detach().reshape(-1).view(unsigned).numpy()
     return bits

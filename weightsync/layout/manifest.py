@@ -123,15 +123,23 @@ def encoded_manifest(manifest: Manifest) -> bytes:
     """Serialise the index of a version for publishing: compressed if it is large and no other
     system could read what it lists, and without chunk digests where it would be too large for
     readers with them; readers of a part then read whole shards. Raises Unsupported."""
-    index = _encoded(manifest)
-    if len(index) > MAX_INDEX_BYTES:
-        index = _encoded(_without_chunks(manifest))
-    if len(index) > MAX_INDEX_BYTES:
-        raise Unsupported(
-            f"an index of {len(index)} bytes: {len(manifest.weight_map)} entries are too many; "
-            "publish from fewer ranks"
-        )
-    return index
+    for version in (manifest, _without_chunks(manifest)):
+        table = _table(version)
+        if len(table) <= MAX_TABLE_BYTES:
+            packs = _is_ours_alone(version) and len(table) > _PACKED_FROM_BYTES
+            index = packed_table(table) if packs else msgspec.json.format(table, indent=1)
+            if len(index) <= MAX_INDEX_BYTES:
+                return index
+    raise Unsupported(
+        f"an index of {len(manifest.weight_map)} entries is larger than readers take: publish "
+        "larger tensors (all experts of a layer as one), or from fewer ranks where they are slices"
+    )
+
+
+def _is_ours_alone(manifest: Manifest) -> bool:
+    """Whether no other system could read what the version lists."""
+    encoding = manifest.delta_encoding
+    return bool(manifest.slicing.records) or (encoding is not None and encoding.is_ours)
 
 
 def _without_chunks(manifest: Manifest) -> Manifest:
@@ -145,7 +153,7 @@ def _without_chunks(manifest: Manifest) -> Manifest:
     return replace(manifest, section=msgspec.structs.replace(section, files=files))
 
 
-def _encoded(manifest: Manifest) -> bytes:
+def _table(manifest: Manifest) -> bytes:
     delta = not manifest.is_full
     base = manifest.base_version
     metadata = IndexMetadata(
@@ -156,15 +164,7 @@ def _encoded(manifest: Manifest) -> bytes:
         checksum_format=manifest.checksum_format,
         total_size=manifest.section.bytes_dense if manifest.section and not delta else None,
     )
-    index = msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.section))
-    is_ours_alone = bool(manifest.delta_encoding and manifest.delta_encoding.is_ours) or bool(
-        manifest.slicing.records
-    )
-    if is_ours_alone and len(index) > _PACKED_FROM_BYTES:
-        if len(index) > MAX_TABLE_BYTES:
-            raise Unsupported(f"an index of {len(index)} bytes; the limit is {MAX_TABLE_BYTES}")
-        return packed_table(index)
-    return msgspec.json.format(index, indent=1)
+    return msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.section))
 
 
 def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:

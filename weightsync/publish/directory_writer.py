@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name, is_name
 from harvester.platform.file_lock import locked
 from harvester.platform.whole_file import TEMPORARY, sync_directory
@@ -135,14 +135,17 @@ class DirectoryWriter:
             sync_directory(self._root)
 
     def point_latest(self, version: WeightVersion) -> None:
-        self._check_owner()
-        temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
+        temporary = self._root / f"{TEMPORARY}{LATEST_FILE}-{secrets.token_hex(4)}"
         with refusals(self._root):
             try:
                 self._write(temporary, [latest_line(version)])
+                # A newer publisher writes its token and then sweeps: however long this one stalls,
+                # it sees the token here or finds its file gone, and LATEST is not set back.
+                self._check_owner()
                 temporary.rename(self._root / LATEST_FILE)
-            except OSError:
+            except (OSError, RoseMuxError):
                 temporary.unlink(missing_ok=True)
+                self._check_owner()
                 raise
             sync_directory(self._root)
 

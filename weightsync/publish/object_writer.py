@@ -5,9 +5,10 @@
     .publisher                    the publisher that began last
 
 The newest publisher takes a store over: it writes `.publisher` before it looks for leftovers, and
-every publisher reads that file before an index and again before LATEST. So of two concurrent
-publishers the older one stops, and a version with an index is never swept when LATEST comes to name
-it. Listings may lag: an attempt counts as unfinished only after its index was requested by name.
+every publisher reads that file before an index and before and after LATEST. So of two concurrent
+publishers the older one stops, a version with an index is never swept when LATEST comes to name it,
+and one that stalled does not leave LATEST behind. Listings may lag: an attempt counts as unfinished
+only after its index was requested by name.
 
 A delta's payloads go to a nameless file of this machine first. From there they are uploaded, and
 again where that fails, while the next ones are encoded; and from there the publisher's copy moves
@@ -216,6 +217,23 @@ class ObjectWriter(StoreWriter):
     def point_latest(self, version: WeightVersion) -> None:
         self._check_owner(self._objects)
         self._objects.put(LATEST_FILE, latest_line(version))
+        try:
+            self._check_owner(self._objects)
+        except ConfigError:
+            self._put_forward(version)
+            raise
+
+    def _put_forward(self, version: WeightVersion) -> None:
+        """Undo a LATEST that may have replaced a newer publisher's: point it to the newest version.
+        That publisher puts LATEST after the index, so that an index put later needs no look."""
+        while found := [
+            newer
+            for newer in {WeightVersion(version + 1), *(ref.version for ref in self.refs())}
+            if newer > version
+            and self._objects.has(f"{VersionRef(Kind.WEIGHT, newer).directory}/{INDEX_FILE}")
+        ]:
+            version = max(found)
+            self._objects.put(LATEST_FILE, latest_line(version))
 
     def remove(self, ref: VersionRef) -> None:
         # Without its index a version is gone for readers; after a kill here the next publisher

@@ -10,26 +10,35 @@ A plain tensor is held whole; a DTensor (FSDP2, tensor parallel) carries its mes
 replicas within a DTensor's mesh the first one publishes.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.elements.bits import Bits, TensorSpec, bits_of, is_finite, memory_of, spec_of
+from weightsync.elements.bits import (
+    Bits,
+    Tensor,
+    TensorSpec,
+    address_of,
+    bits_of,
+    is_finite,
+    memory_of,
+    spec_of,
+)
 from weightsync.layout.shard import MAX_NAME_CHARS, RESERVED_NAMES
 from weightsync.layout.slices import SliceRecord
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
     """`tensor` is the part of a tensor of `shape` that begins at `offset` of dimension `dim`."""
 
-    tensor: "torch.Tensor"
+    tensor: Tensor
     shape: tuple[int, ...]
     dim: int
     offset: int
@@ -50,36 +59,39 @@ class ShardSlice:
 
 
 _NO_PAIR = "is no pair of name and tensor: pass a state dict, or `named_parameters()`"
-Part: TypeAlias = "tuple[torch.Tensor, SliceRecord | None]"
+Part: TypeAlias = tuple[Tensor, SliceRecord | None]
 """This rank's part of one tensor, and its record; None for the whole tensor."""
 
 
-def part_of(name: str, value: Any) -> "Part | None":
+def part_of(name: str, value: Any) -> Part | None:
     """This rank's part; None if the part is empty or another rank's; raises Unsupported for
     placements that a checkpoint cannot represent."""
     if isinstance(value, ShardSlice):
         return _part(value.tensor, value.record(name))
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
+    if isinstance(value, np.ndarray):
+        return value, None
+    torch = sys.modules.get("torch")  # A tensor's trainer has imported it.
+    if torch is None or not isinstance(value, torch.Tensor):
+        raise Unsupported(
+            f"{name} is a {type(value).__name__}: pass tensors, numpy arrays or ShardSlices"
+        )
     if value.layout != torch.strided:
         raise Unsupported(f"{name} is {value.layout}: publish it dense")
     return value, None
 
 
-def _part(tensor: "torch.Tensor", record: SliceRecord) -> "Part | None":
-    if tensor.numel() == 0 and not record.is_whole:
+def _part(tensor: Tensor, record: SliceRecord) -> Part | None:
+    if not prod(tensor.shape) and not record.is_whole:
         if prod(record.shape) or any(record.offsets):
             return None
         # No slice tiles a tensor without elements: its first part is all of it.
-        return tensor.new_empty(record.shape), None
+        return tensor.reshape(record.shape), None
     return tensor, None if record.is_whole else record
 
 
-def _part_of_dtensor(name: str, value: Any) -> "Part | None":
+def _part_of_dtensor(name: str, value: Any) -> Part | None:
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -111,7 +123,7 @@ def _part_of_dtensor(name: str, value: Any) -> "Part | None":
 
 
 PublishedState: TypeAlias = (
-    "Mapping[str, torch.Tensor | ShardSlice] | Iterable[tuple[str, torch.Tensor | ShardSlice]]"
+    "Mapping[str, Tensor | ShardSlice] | Iterable[tuple[str, Tensor | ShardSlice]]"
 )
 """A state dict, or named parameters; an iterable may give several slices under one name."""
 
@@ -123,7 +135,7 @@ class Piece:
     entry: str
     spec: TensorSpec
     record: SliceRecord | None
-    tensor: "torch.Tensor | None"
+    tensor: "Tensor | None"
     """The tensor; None once the next piece was requested, which frees memory for gathering it."""
     check_finite: bool = False
 
@@ -133,10 +145,13 @@ class Piece:
         if self.tensor is None:
             raise ValueError(f"{self.entry} was already released")
         tensor = self.tensor
-        if tensor.device.type == "meta":
+        is_meta = not isinstance(tensor, np.ndarray) and tensor.device.type == "meta"
+        if is_meta:
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")
         if self.check_finite and not is_finite(tensor):
             raise ConfigError(f"{self.entry} has NaN or infinite elements: nothing is published")
+        if isinstance(tensor, np.ndarray):
+            return bits_of(np.array(tensor, order="C") if own else np.ascontiguousarray(tensor))
         host = tensor.detach()
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             host = host.cpu().contiguous()
@@ -225,7 +240,8 @@ class TrainerState:
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         # A conjugated view has the memory of its tensor, with other values.
-        tensor = tensor.resolve_conj().resolve_neg()
+        if not isinstance(tensor, np.ndarray):
+            tensor = tensor.resolve_conj().resolve_neg()
         return Piece(entry, spec_of(tensor, what=entry), record, tensor, self._check_finite)
 
 
@@ -235,7 +251,7 @@ def _is_text(name: str) -> bool:
 
 
 def _begin(piece: Piece) -> int:
-    return 0 if piece.tensor is None else piece.tensor.data_ptr()
+    return 0 if piece.tensor is None else address_of(piece.tensor)
 
 
 def _place(piece: Piece) -> object:

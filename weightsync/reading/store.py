@@ -10,6 +10,7 @@ Readers believe a RoseMux directory only if READY is in it. Never writes anythin
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import compress
 from pathlib import Path
 
@@ -112,6 +113,15 @@ class Store:
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
+
+    def stamp(self, version: WeightVersion) -> str:
+        """Changes with a version that another run publishes under this number; empty if it is gone,
+        and over a network, where each look is a round trip."""
+        if self.is_remote:
+            return ""
+        with suppress(FileNotFoundError, RoseMuxError):
+            return self.source.stamp(f"{VersionRef(Kind.WEIGHT, version).directory}/{INDEX_FILE}")
+        return ""
 
     def full_checkpoints(self, refs: Iterable[VersionRef]) -> set[VersionRef]:
         """Directories that need no base; unreadable ones are skipped."""

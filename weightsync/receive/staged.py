@@ -79,6 +79,8 @@ class Staged:
     partial_sums: Mapping[str, int]
     """Sums of the same tensors, as far as they were found."""
     budget: MemoryBudget
+    stamp: str = ""
+    """`Store.stamp` of the version when it was staged."""
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""
 

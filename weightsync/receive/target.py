@@ -4,14 +4,21 @@ A target never checks hashes and never decides what to write; receiver.py does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from harvester.contracts.errors import ConfigError
-from weightsync.elements.bits import Bits, Layout, bits_of, memory_of, spec_of
+from weightsync.elements.bits import (
+    Bits,
+    Layout,
+    Tensor,
+    bits_of,
+    is_contiguous,
+    memory_of,
+    spec_of,
+)
 from weightsync.encoding.delta import Delta, apply_all
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ApplyTarget(Protocol):
@@ -52,13 +59,16 @@ class HostTarget:
 
 
 class TensorTarget(HostTarget):
-    """CPU tensors by checkpoint name, changed in place. Several names of one memory, such as tied
-    weights, are changed once."""
+    """CPU tensors or numpy arrays by checkpoint name, changed in place. Several names of one
+    memory, such as tied weights, are changed once."""
 
-    def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError for tensors that cannot be changed in place."""
         for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
+            if not is_contiguous(tensor):
                 raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")
+            if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+                raise ConfigError(f"{name} is a read-only array: it cannot be changed in place")
         self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
         self._layout = {name: spec_of(tensor, what=name) for name, tensor in tensors.items()}
         owners: dict[object, str] = {}

@@ -19,7 +19,7 @@ class TransferMetrics:
         self.registry = CollectorRegistry()
         self.transfers = self._counter("transfers", "Files or ranges sent.", "store", "outcome")
         self.sent = self._counter("sent_bytes", "Bytes of files sent.", "store")
-        self.composed = self._counter("composed", "Skip deltas made.", "store", "outcome")
+        self.composed = self._counter("composed_deltas", "Skip deltas made.", "store", "outcome")
         self.refused = self._counter("refused", "Requests refused.", "reason")
         self.active = Gauge(
             "weightsync_transfers_active", "Transfers under way.", registry=self.registry

@@ -86,6 +86,16 @@ class AnyLayoutSource(StoreSource):
             raise Corrupt(f"{self}/{path} ends before byte {start + len(into)}")
         into[:] = made[start : start + len(into)]
 
+    def stamp(self, path: str) -> str:
+        layout = self._layout()
+        if layout is None:
+            return self._source.stamp(path)
+        source, there = self._at(layout, path)
+        stamp = source.stamp(there)
+        if layout.pointer is not None:
+            stamp = f"{self._pointed(layout.pointer)[0]} {stamp}".strip()
+        return stamp
+
     def doubt(self, path: str) -> None:
         if self._found is None:
             self._source.doubt(path)
@@ -160,9 +170,7 @@ class AnyLayoutSource(StoreSource):
             return self._base.index
         source, there = self._at(layout, path)
         # Reads the stamp before the bytes: a stamp that is too old only makes a reader restart.
-        stamp = source.stamp(there)
-        if layout.pointer is not None:
-            stamp = f"{self._pointed(layout.pointer)[0]} {stamp}".strip()
+        stamp = self.stamp(path)
         raw = source.read_small(there, MAX_INDEX_BYTES)
         return stamped(layout.shared(raw, f"{self}/{there}") if layout.shared else raw, stamp)
 

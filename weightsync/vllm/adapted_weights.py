@@ -90,6 +90,9 @@ class AdaptedWeights:
         moves = not self._is_on(record)
         if moves:
             self._check_base_moves(request.adapter, record)
+        ready = self._stager.ready(request.key)
+        if ready is not None and not self._fits(ready, request):
+            self._stager.clear()
         status = self._stager.begin(request.key, self._preparing(request))
         if status.state is StageState.READY and moves:
             return self._base.stage(_base_request(record))
@@ -157,7 +160,7 @@ class AdaptedWeights:
 
     def _load_adapter(self, name: str, request: RequestedVersion) -> Applied:
         coming = self._stager.take(request.key, self._preparing(request))
-        if coming.held is not self._of_store(request.store):
+        if not self._fits(coming, request):
             coming = self._stager.take(request.key, self._preparing(request))
         applied, record = coming.copy.applied, coming.copy.record
         request.check(applied.state_hash)
@@ -166,6 +169,13 @@ class AdaptedWeights:
         self._storage.put(name, coming.form)
         self._held[name] = coming.copy
         return applied
+
+    def _fits(self, coming: _ComingAdapter, request: RequestedVersion) -> bool:
+        """Whether a preparation is for what is loaded now, and of the version that the store has
+        under this number now."""
+        copy, receiver = coming.copy, self._stores.receiver(request.store)
+        is_other = request.is_other(receiver, copy.applied.state_hash, copy.stamp)
+        return not is_other and coming.held is self._of_store(request.store)
 
     def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:
         self._check_base_moves(name, record)

@@ -40,6 +40,8 @@ class AdapterCopy:
     layout: Layout
     bits: Mapping[str, Bits]
     applied: Applied
+    stamp: str
+    """See `Staged`."""
 
     def write_to(self, directory: Path) -> None:
         """Writes what PEFT's `save_pretrained` would."""
@@ -121,7 +123,12 @@ class AdapterStores:
             layout=staged.layout,
             bits=copy.copies,
             applied=applied,
+            stamp=staged.stamp,
         )
+
+    def receiver(self, store: str) -> Receiver:
+        """The receiver of a store. Raises ConfigError."""
+        return self._opened(store)[1]
 
     def close(self) -> None:
         for _, receiver in self._open.values():

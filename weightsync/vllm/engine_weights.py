@@ -117,6 +117,9 @@ class EngineWeights:
         # One preparation at a time is in memory.
         self._judged.clear()
         if kept is None:
+            ready = self._stager.ready(request.key)
+            if ready is not None and not self._fits(ready, request):
+                self._stager.clear()
             return self._stager.begin(request.key, self._preparing(request))
         receiver = self._preparer.receiver(request.store)
         receiver.forget()
@@ -184,9 +187,14 @@ class EngineWeights:
     def _kept(self, request: RequestedVersion) -> PreparedVersion | None:
         """The version whose sums were compared while it was staged, if it still fits."""
         prepared = self._judged.kept(request.key)
-        if prepared is None or prepared.base != self._base_for(request.store):
-            return None
-        return prepared
+        return prepared if prepared is not None and self._fits(prepared, request) else None
+
+    def _fits(self, prepared: PreparedVersion, request: RequestedVersion) -> bool:
+        """Whether a preparation is for what is loaded now, and of the version that the store has
+        under this number now."""
+        receiver, staged = self._preparer.receiver(request.store), prepared.staged
+        is_other = request.is_other(receiver, staged.expected.state_hash, staged.stamp)
+        return not is_other and prepared.base == self._base_for(request.store)
 
     def _now(self, request: RequestedVersion, *, anew: bool = False) -> PreparedVersion:
         """The version prepared for what is loaded now."""
@@ -197,7 +205,7 @@ class EngineWeights:
             work = partial(self._preparer.from_full, receiver, base, request)
             return self._stager.take(key, work)
         prepared = self._stager.take(request.key, self._preparing(request))
-        if prepared.base != self._base_for(request.store):
+        if not self._fits(prepared, request):
             prepared = self._stager.take(request.key, self._preparing(request))
         return prepared
 
@@ -209,7 +217,7 @@ class EngineWeights:
             # The files may be repaired under the same names.
             self._preparer.receiver(request.store).forget()
             raise
-        if prepared is not None and prepared.base == self._base_for(request.store):
+        if prepared is not None and self._fits(prepared, request):
             return prepared, verdict
         return self._now(request), None
 

@@ -45,6 +45,17 @@ class RequestedVersion:
     def key(self) -> tuple[str, WeightVersion]:
         return self.store, self.version
 
+    def is_other(self, receiver: Receiver, state_hash: str | None, stamp: str) -> bool:
+        """Whether another version than the staged one with this state hash and `Store.stamp` is
+        wanted: another run may have published this number since. The receiver then reads anew."""
+        if self.state_hash is None:
+            is_other = receiver.stamp(self.version) not in {"", stamp}
+        else:
+            is_other = self.state_hash != state_hash
+        if is_other:
+            receiver.forget()
+        return is_other
+
     def check(self, published: str | None) -> None:
         """Raises Corrupt if the version is not the state that the caller expects."""
         if self.state_hash not in (None, published):

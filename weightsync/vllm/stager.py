@@ -51,6 +51,11 @@ class Stager(Generic[T]):
         self._work = None
         return StageStatus(state=StageState.FAILED, message=f"{type(error).__name__}: {error}")
 
+    def ready(self, key: Hashable) -> T | None:
+        """The result for `key`, which stays here; None unless it is there."""
+        held = self._held(key)
+        return held.result() if held and held.done() and held.exception() is None else None
+
     def take(self, key: Hashable, work: Callable[[], T]) -> T:
         """The result for `key`: waits for running work, or works now if none runs or it failed."""
         held, self._work = self._held(key), None

@@ -1,27 +1,34 @@
-"""Holders of weights in a world: a checkpoint directory, and tensors in memory or a rank's part.
+"""Holders of weights in a world: a checkpoint directory, tensors in memory or a rank's part, and
+the weights of an engine.
 
 Their claims are read here; world.py judges them by other means.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors.torch import load
 
 from benchmarks.weightsync.faults.states import LAYOUT, State, hashes, states
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.elements.bits import TensorSpec, bits_of, tensor_from_bits
+from weightsync.elements.bits import TensorSpec, bits_of, tensor_from_bits, zero_tensor
 from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Held, read_record
 from weightsync.receive.held_parts import Names, TensorParallel
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.source import StoreSource
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.prepared_version import RequestedVersion
+from weightsync.vllm.stager import StageState
 
 Source = Callable[[], Path | str | StoreSource]
 """Location from which a holder reads the store."""
@@ -156,6 +163,78 @@ class MemoryHolder:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+class _LoadedModel(torch.nn.Module):
+    """An engine's model as far as weights go: takes a checkpoint tensor by tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {name: _parameter(zero_tensor(spec)) for name, spec in LAYOUT.items()}
+        for number, parameter in enumerate(self.held.values()):
+            self.register_parameter(f"weight_{number}", parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.held[name].data.copy_(tensor)
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+class _OneStore(StoreRoot):
+    """The stores of an engine that follows one, wherever that is."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def store(self, name: str) -> StoreSource:  # noqa: ARG002 - there is one
+        location = self._source()
+        return source_at(location) if isinstance(location, Path | str) else location
+
+
+class EngineHolder:
+    """The weights of a running engine as its worker keeps them: traced through the model's loader,
+    staged beside the steps if it `stages`, written in place between two of them."""
+
+    place = "an engine"
+
+    def __init__(self, source: Source, clock: Clock, *, stages: bool) -> None:
+        self.model = _LoadedModel()
+        self._weights = EngineWeights(self.model, None, _OneStore(source), packed_ahead_bytes=0)
+        self._newest = Receiver(source(), clock=clock)
+        """Reads LATEST, as a gateway tells an engine."""
+        self._stages = stages
+
+    def attempt(self) -> None:
+        newest = self._newest.latest()
+        if newest is not None and newest not in {claim.version for claim in self.claims()}:
+            self.take(newest)
+
+    def take(self, version: WeightVersion) -> None:
+        request = RequestedVersion(store="store", version=version)
+        while self._stages and self._weights.stage(request).state is StageState.RUNNING:
+            time.sleep(0.001)
+        try:
+            self._weights.load(request)
+        finally:
+            self._weights.release()
+
+    def part(self, state: State) -> State:
+        return state
+
+    def claims(self) -> Iterator[Claim]:
+        report = self._weights.report()
+        if "version" in report:
+            yield Claim(report["version"], report["state_hash"])
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: bits_of(held.data).tobytes() for name, held in self.model.held.items()}
+
+    def close(self) -> None:
+        self._weights.close()
+        self._newest.close()
 
 
 def _held_spec(name: str, share: Share | None) -> TensorSpec:

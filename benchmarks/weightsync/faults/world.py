@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from benchmarks.weightsync.faults.holders import (
     Claim,
     DirectoryHolder,
+    EngineHolder,
     Holder,
     MemoryHolder,
     Share,
@@ -144,6 +145,13 @@ class FaultWorld:
         self.holder = holder
         return holder
 
+    def hold_engine(self, *, fresh: bool = False) -> EngineHolder:
+        holder = EngineHolder(self.source, self.clock, stages=self.rng.random() < 0.5)
+        if not (fresh or self.is_served):
+            holder.take(WeightVersion(HELD_VERSION))
+        self.holder = holder
+        return holder
+
     def _some_share(self) -> Share:
         half = self.rng.choice("01234"), self.rng.choice("56789")
         ranks = self.rng.choice([2, 4])
@@ -154,10 +162,8 @@ class FaultWorld:
 
     def hold_any(self) -> Holder:
         fresh = self.rng.random() < 0.3
-        choice = self.rng.randrange(3)
-        if choice == 0:
-            return self.hold_directory(fresh=fresh)
-        return self.hold_memory(fresh=fresh) if choice == 1 else self.hold_part(fresh=fresh)
+        holds = (self.hold_directory, self.hold_memory, self.hold_part, self.hold_engine)
+        return self.rng.choice(holds)(fresh=fresh)
 
     def version_dir(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
         return self.store / VersionRef(kind, WeightVersion(version)).directory
@@ -279,7 +285,11 @@ class FaultWorld:
     def expect_published(self, count: int) -> tuple[int, ...]:
         """The next states get the numbers that a publisher would give them; returns the states."""
         # A draft that a full disk cut short is no version.
-        refs = refs_in(path.name for path in self.store.iterdir())
+        names = [path.name for path in self.store.iterdir()]
+        if self.latest_file.is_file():
+            # A deleted version's number is not used again.
+            names.append(self.latest_file.read_text(errors="replace").strip())
+        refs = refs_in(names)
         first = max((ref.version for ref in refs), default=0) + 1
         indices = tuple((self._next_state + i) % COUNT for i in range(count))
         self.truth |= dict(zip(range(first, first + count), indices, strict=True))

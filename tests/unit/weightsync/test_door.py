@@ -42,9 +42,18 @@ def test_publisher_and_follower_need_neither_a_framework_nor_a_server(tmp_path: 
         f"import sys; sys.modules.update(dict.fromkeys({extras!r}))\n"
         "from weightsync import Follower, Publisher, Receiver, ShardSlice, TensorTarget\n"
         "Publisher.Versions(), Publisher.Work(), Publisher.Exchange(), Publisher.Announce(())\n"
-        "Follower(Receiver(sys.argv[1]), sys.argv[2]).close()"
+        "import numpy\n"
+        "state = {'w': numpy.ones((64, 8), numpy.float32)}\n"
+        "with Publisher(sys.argv[1]) as publisher:\n"
+        "    publisher.publish(state)\n"
+        "    state['w'][3] += 1\n"
+        "    assert not publisher.publish(state).is_full\n"
+        "with Follower(Receiver(sys.argv[1]), sys.argv[2]) as follower:\n"
+        "    assert follower.pull().version == 2\n"
+        "held = {'w': numpy.zeros((64, 8), numpy.float32)}\n"
+        "Receiver(sys.argv[1]).sync(None, 2, TensorTarget(held))\n"
+        "assert (held['w'] == state['w']).all()"
     )
-    (tmp_path / "store").mkdir()
     arguments = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "policy")]
     subprocess.run(arguments, check=True)
 

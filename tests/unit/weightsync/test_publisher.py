@@ -801,6 +801,47 @@ def test_the_older_of_two_publishers_with_separate_locks_stops(
     assert same(_received(store, published.version, states[2]), states[2])
 
 
+@pytest.mark.parametrize("stalls", ["before it is written", "before the look", "after the look"])
+def test_a_publisher_that_stalls_does_not_set_latest_back(
+    tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch, stalls: str
+) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    newest: list[WeightVersion] = []
+    stalled: list[str] = []
+
+    def stall(at: str) -> None:
+        if at == stalls and len(written) == 2 and not stalled:
+            stalled.append(at)
+            with Publisher(tmp_path / "store") as newer:
+                newest.append(newer.publish(states[2]).version)
+
+    def write(path: Path, chunks: Iterable[Any]) -> int:
+        is_latest = "LATEST" in path.name
+        if is_latest:
+            written.append(path)
+            stall("before it is written")
+        size = write_durably(path, chunks)
+        if is_latest:
+            stall("before the look")
+        return size
+
+    written: list[Path] = []
+    is_owner = DirectoryWriter._is_owner
+
+    def looked(writer: DirectoryWriter) -> bool:
+        found = is_owner(writer)
+        stall("after the look")
+        return found
+
+    older = Publisher(WritableDirectory(tmp_path / "store", write=write))
+    older.publish(states[0])
+    monkeypatch.setattr(DirectoryWriter, "_is_owner", looked)
+    with pytest.raises(ConfigError, match="another publisher"):
+        older.publish(states[1])
+    assert newest == [Receiver(tmp_path / "store").latest()]
+    assert not [*(tmp_path / "store").glob(".tmp-*")]
+
+
 def test_a_publisher_that_ended_leaves_its_store_to_the_next(
     tmp_path: Path, states: tuple[State, ...]
 ) -> None:

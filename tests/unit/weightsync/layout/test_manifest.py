@@ -2,8 +2,10 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import zstandard
 from hypothesis import given
@@ -96,6 +98,30 @@ def test_a_large_index_that_only_we_read_is_compressed(delta: bool, slices: bool
 def test_a_checkpoint_s_index_stays_as_other_systems_read_it() -> None:
     raw = encoded_manifest(_of_many(delta=False, slices=False))
     assert len(json.loads(raw)["weight_map"]) == 3000
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_too_many_entries_are_refused_with_what_helps_a_single_rank_too(
+    monkeypatch: pytest.MonkeyPatch, slices: bool
+) -> None:
+    monkeypatch.setattr("weightsync.layout.manifest.MAX_INDEX_BYTES", 10_000)
+    with pytest.raises(Unsupported, match="of 3000 entries is larger than readers take"):
+        encoded_manifest(_of_many(delta=False, slices=slices))
+
+
+def test_chunks_are_left_out_where_a_table_would_be_too_large_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest = _of_many(delta=True, slices=False)
+    assert manifest.section is not None
+    chunks = "0123456789abcdef" * 50_000
+    record = FileRecord(50_000, "cd" * 16, 1, chunks)
+    section = msgspec.structs.replace(manifest.section, files={"a.safetensors": record})
+    monkeypatch.setattr("weightsync.layout.manifest.MAX_TABLE_BYTES", 500_000)
+    read = decoded_manifest(encoded_manifest(replace(manifest, section=section)), expected=SEVEN)
+    assert read.section is not None
+    assert not read.section.files["a.safetensors"].chunks
+    assert read.weight_map == manifest.weight_map
 
 
 def test_an_index_that_unpacks_to_more_than_the_limit_is_corrupt() -> None:

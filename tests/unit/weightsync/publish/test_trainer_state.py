@@ -3,14 +3,16 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.elements.bits import bits_of
-from weightsync.publish.trainer_state import TrainerState
+from weightsync.publish.trainer_state import ShardSlice, TrainerState
 from weightsync.receive.target import TensorTarget
 
 
@@ -78,6 +80,49 @@ def test_ties_are_one_memory_seen_in_one_way() -> None:
     }
     assert TrainerState(state).ties == {"b": "a"}
     assert TrainerState(state, finds_ties=False).ties == {}
+
+
+def test_an_array_is_published_as_the_tensor_of_the_same_bits() -> None:
+    weight = torch.arange(24.0).reshape(4, 6)
+    dtypes = (torch.bool, torch.int8, torch.uint16, torch.float16, torch.float64, torch.complex64)
+    tensors = {
+        **{str(dtype): weight.to(dtype) for dtype in dtypes},
+        "w": weight,
+        "tied": weight,
+        "gaps": weight.t(),
+        "part": ShardSlice(weight, (8, 6), 0, 4),
+        "number": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+    }
+    arrays = {
+        name: replace(value, tensor=value.tensor.numpy())
+        if isinstance(value, ShardSlice)
+        else value.numpy()
+        for name, value in tensors.items()
+    }
+    ours, theirs = TrainerState(arrays), TrainerState(tensors)
+    assert ours.ties == theirs.ties == {"w": "tied"}
+    for piece, other in zip(ours, theirs, strict=True):
+        assert (piece.entry, piece.spec, piece.record) == (other.entry, other.spec, other.record)
+        assert np.array_equal(piece.bits(own=False), other.bits(own=False))
+        assert not np.shares_memory(piece.bits(own=True), other.bits(own=False))
+    read = next(piece for piece in ours if piece.entry == "tied").bits(own=False)
+    assert np.shares_memory(read, weight.numpy())
+
+
+def test_an_array_is_refused_by_name_as_a_tensor_is() -> None:
+    holey = np.array([1.0, np.nan])
+    (piece,) = TrainerState({"w": holey}, check_finite=True)
+    with pytest.raises(ConfigError, match="w has NaN"):
+        piece.bits(own=False)
+    with pytest.raises(Unsupported, match="w: dtype >f4 cannot be published"):
+        TrainerState({"w": np.ones(3, ">f4")})
+    with pytest.raises(Unsupported, match="w is a list: pass tensors, numpy arrays or ShardSlices"):
+        TrainerState({"w": [1.0]})  # type: ignore[dict-item]
+    holey.flags.writeable = False
+    for array, words in ((holey, "read-only"), (np.ones((2, 3)).T, "not contiguous")):
+        with pytest.raises(ConfigError, match=f"w is .*{words}.*: it cannot be changed in place"):
+            TensorTarget({"w": array})
 
 
 class Wrapped(torch.Tensor):

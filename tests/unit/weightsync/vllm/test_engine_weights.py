@@ -1,7 +1,9 @@
 """A staged version is loaded if it still fits, and prepared again if not."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,9 @@ def wanted(version: int, store: str = "store") -> RequestedVersion:
     return RequestedVersion(store=store, version=WeightVersion(version))
 
 
-def staged(weights: EngineWeights, version: int) -> StageState:
-    while (status := weights.stage(wanted(version))).state is StageState.RUNNING:
+def staged(weights: EngineWeights, version: int | RequestedVersion) -> StageState:
+    asked = wanted(version) if isinstance(version, int) else version
+    while (status := weights.stage(asked)).state is StageState.RUNNING:
         pass
     return status.state
 
@@ -89,6 +92,62 @@ def test_a_version_staged_on_another_base_is_prepared_again(
     weights.load(wanted(4))
     assert model.holds(states[3])
     assert weights.report()["reapplied"] == 0
+
+
+def begun_anew(store: Path, state: State) -> str:
+    """A new run publishes version 1 to an emptied store; returns its state hash."""
+    shutil.rmtree(store)
+    with Publisher(store) as publisher:
+        return publisher.publish(state).state_hash
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["by its number", "by its state hash"])
+def test_the_new_run_s_version_takes_the_place_of_a_staged_one_of_its_number(
+    weights: EngineWeights,
+    model: PlainModel,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+    knows: bool,
+) -> None:
+    store = published[0].parent / "again"
+    store.mkdir()
+    for first, second in ((states[1], states[2]), (states[3], states[4])):
+        old = begun_anew(store, first)
+        asked = RequestedVersion(store="again", version=WeightVersion(1))
+        assert staged(weights, asked) is StageState.READY
+        new = begun_anew(store, second)
+        assert old != new
+        if knows:
+            asked = replace(asked, state_hash=new)
+        assert weights.load(asked).state_hash == new
+        assert model.holds(second)
+
+
+def test_a_new_run_s_version_is_staged_before_it_is_ready(
+    weights: EngineWeights,
+    model: PlainModel,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+) -> None:
+    assert staged(weights, 1) is StageState.READY
+    begun_anew(published[0], states[6])
+    assert weights.stage(wanted(1)).state is StageState.RUNNING
+    assert staged(weights, 1) is StageState.READY
+    weights.load(wanted(1))
+    assert model.holds(states[6])
+
+
+def test_a_staged_version_outlives_its_files(
+    weights: EngineWeights,
+    model: PlainModel,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+) -> None:
+    weights.load(wanted(3))
+    assert staged(weights, 4) is StageState.READY
+    shutil.rmtree(published[0])
+    weights.load(wanted(4))
+    assert model.holds(states[3])
 
 
 def test_a_stage_from_before_the_weights_moved_is_not_used(
