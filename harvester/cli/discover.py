@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from harvester.cli.server_call import CaFile, TokenToSend, call, credentials_of
+from harvester.cli.server_call import CaFile, ServerName, TokenToSend, call, credentials_of
 from harvester.config_file import DISCOVERED, DISCOVERED_AGAIN_S, SlotsFile
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -89,6 +89,7 @@ def kubernetes(
     ] = "",
     token_file: TokenToSend = None,
     ca_file: CaFile = None,
+    server_name: ServerName = None,
     write: Write = None,
     every_s: Every = 10.0,
     forget_s: ForgetAfter = 60.0,
@@ -103,7 +104,7 @@ def kubernetes(
         server = f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
         token_file = token_file or _SERVICE_ACCOUNT / "token"
         ca_file = ca_file or _SERVICE_ACCOUNT / "ca.crt"
-    credentials = credentials_of(token_file, ca_file, None, None)
+    credentials = credentials_of(token_file, ca_file, None, None, server_name)
     path = pods_path(node=node, label=label, namespace=namespace)
 
     def find() -> list[DiscoveredEngine]:

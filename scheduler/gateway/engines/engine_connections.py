@@ -315,7 +315,7 @@ class EngineConnections:
         self._closing = loop.call_later(KEEP_S, self._close_idle) if self._idle else None
 
     async def _connected(self, tls: ssl.SSLContext | None) -> _Connection:
-        loop = asyncio.get_running_loop()
+        loop, host = asyncio.get_running_loop(), urlsplit(self.url).hostname
         try:
             addresses = await self._looked_up()
             async with asyncio.timeout(self._connect_s):
@@ -327,7 +327,7 @@ class EngineConnections:
                         lambda: _Connection(self, tls),
                         sock=found,
                         ssl=tls,
-                        server_hostname=urlsplit(self.url).hostname if tls else None,
+                        server_hostname=self._credentials.server_name or host if tls else None,
                     )
                 except BaseException:
                     found.close()

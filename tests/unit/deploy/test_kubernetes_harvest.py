@@ -29,6 +29,7 @@ from tests.certificates import Authority, token_file
 from tests.install.page import block
 from tests.unit.harvester.cli.test_guest_command import fake_vllm, said
 
+DOCS = DEPLOY.parent / "docs"
 FOLDER = DEPLOY / "kubernetes-harvest"
 SLOT = "chat"
 Object = dict[str, Any]
@@ -363,3 +364,16 @@ def test_the_documented_commands_name_what_the_files_have() -> None:
     assert labels == {"rosemux.dev/serving=true", f"rosemux.dev/guest={SLOT}"}
     assert GUEST_POD["nodeSelector"] == {"rosemux.dev/guest": SLOT}
     assert "ROSEMUX_AGENT_MODE=harvest" in commands
+
+
+def test_the_documented_names_of_servers_are_those_of_the_certificates() -> None:
+    """A certificate of an agent or a guest names no address: pods and nodes come and go."""
+    documented = {*re.findall(r"server_name: ([\w.-]+)`", (DOCS / "install.md").read_text())}
+    required = "\n".join(
+        (DEPLOY / name / "kustomization.yaml").read_text()
+        for name in ("kubernetes", "kubernetes-harvest")
+    )
+    certified = {*re.findall(r"tls\.key for the name ([\w.-]+)[,;]", required)}
+    assert documented == certified == {"rosemux-agent.rosemux", "rosemux-guest.rosemux"}
+    monitored = (DEPLOY / "kubernetes" / "monitoring.yaml").read_text()
+    assert {*re.findall(r"serverName: (\S+)", monitored)} <= certified
