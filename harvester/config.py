@@ -198,7 +198,7 @@ class SlotConfig(FrozenSettings):
         return tuple(sorted(pulses))
 
 
-def _of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
+def values_of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
     """Fields and values that a slot shares with no other. A gate knows the production of its own
     page directory alone: on a GPU of two slots each guest would miss one production."""
     for field in ("engine_url", "offered_url", "memory_group"):
@@ -265,7 +265,7 @@ class AgentConfig(FrozenSettings):
             raise ValueError(f"slots: {taken[0]}: its pages are the agent's own: rename the slot")
         first: dict[tuple[str, str], str] = {}
         for slot in self.slots:
-            for field, value in _of_one_slot(slot):
+            for field, value in values_of_one_slot(slot):
                 if (other := first.setdefault((field, value), slot.name)) != slot.name:
                     both = f"slots {other} and {slot.name} both have {value}"
                     raise ValueError(f"slots: {field}: {both}: each slot needs its own")

@@ -62,8 +62,9 @@ VARIABLES = {each["name"]: each["value"] for each in PRODUCTION["env"]}
 FILES = patches()["ConfigMap"]["data"]
 
 
-def slot_of(template: str = FILES["slot.yaml"], **annotations: str) -> Object:
-    """The slot that discovery makes of a pod with production's patch. Raises ValueError."""
+def slot_of(*gpus: str, **annotations: str) -> Object:
+    """The slot that discovery makes of a pod with production's patch, which states that it runs on
+    `gpus`."""
     metadata = {
         "name": "chat-0",
         "annotations": {f"rosemux.dev/{k}": v for k, v in annotations.items()},
@@ -75,7 +76,10 @@ def slot_of(template: str = FILES["slot.yaml"], **annotations: str) -> Object:
     }
     listed = msgspec.json.decode(msgspec.json.encode({"items": [pod]}), type=PodList)
     (engine,) = found_pods(listed, label=LABEL)
-    return SlotTemplate(yaml.safe_load(template)).slot(engine)
+    template = SlotTemplate(yaml.safe_load(FILES["slot.yaml"]))
+    slots, faults = template.slots([engine], lambda _slot, _engine: gpus)
+    assert faults == []
+    return slots[SLOT]
 
 
 @pytest.fixture
@@ -204,11 +208,27 @@ def test_the_guest_of_the_template_would_start_from_its_pod(
     assert (code, "name the slot's GPUs out of GPU-1, GPU-2" in shown) == (2, True)
 
 
-def test_a_pod_of_a_node_with_several_gpus_names_its_own() -> None:
-    named = FILES["slot.yaml"].replace("# gpus:", "gpus:")
-    assert slot_of(named, gpu="GPU-2")["guest"]["gpus"] == ["GPU-2"]
-    with pytest.raises(ValueError, match=r"no value for \$gpu"):
-        slot_of(named)
+def test_the_guest_of_a_node_with_several_gpus_gets_those_of_production() -> None:
+    assert slot_of("GPU-2", "GPU-3")["guest"]["gpus"] == ["GPU-2", "GPU-3"]
+    assert slot_of(gpu="GPU-2")["guest"]["gpus"] == ["GPU-2"], "where production states none"
+    assert "gpus" not in slot_of()["guest"]
+
+
+def test_discovery_reads_production_s_pages_as_the_agent_does(read: AgentConfig) -> None:
+    _, agents = agents_pod()
+    pod, _ = agents_pod()
+    discover = mounts(pod, agents["discover"])
+    arguments = agents["discover"]["args"]
+    config = Path(arguments[arguments.index("--config") + 1])
+    assert discover[str(config.parent)]["configMap"]["name"] == "rosemux-agent"
+    assert config.name in FILES
+    assert discover[str(read.page_root)] == mounts(pod, agents["agent"])[str(read.page_root)]
+    (pages,) = (
+        each
+        for each in agents["discover"]["volumeMounts"]
+        if each["mountPath"] == str(read.page_root)
+    )
+    assert pages["readOnly"], "it reads only"
 
 
 def test_the_commands_take_their_arguments(
