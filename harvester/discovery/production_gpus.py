@@ -20,7 +20,7 @@ _Roots = frozenset[ProcessId | None]
 @dataclass(slots=True, kw_only=True)
 class _Production:
     engine: tuple[str, str]
-    """Its origin and instance."""
+    """Origin and instance of the engine."""
     earlier: _Roots = frozenset()
     """Root processes of the slot's earlier engines."""
     roots: _Roots = frozenset()
@@ -50,10 +50,4 @@ class ProductionGpus:
             owners = self._config.owners_of(slot)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        directory = PageDirectory(self._config.pages_of(slot), owners)
-        records = []
-        for name in directory.pulse_names()[:MAX_PULSES]:
-            reader = directory.pulse_reader(name)
-            records.append(reader.read().record)
-            reader.close()
-        return [record for record in records if record is not None]
+        return PageDirectory(self._config.pages_of(slot), owners).pulses(most=MAX_PULSES)
