@@ -11,7 +11,7 @@ from typing import Any
 from harvester.contracts.page import MOST_GPUS
 
 
-def rank_gpus(parallel: Any) -> tuple[str, ...]:
+def engine_gpus(parallel: Any) -> tuple[str, ...]:
     """GPUs of the ranks that this server's configuration puts on this machine; empty on a CPU and
     where they are not known. Never raises: it runs in production."""
     with suppress(Exception):

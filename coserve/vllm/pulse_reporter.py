@@ -22,7 +22,7 @@ from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_state import EngineShape, PulseState
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from coserve.vllm.kv_connectors import remote_connectors
-from coserve.vllm.rank_gpus import nvml_platform, rank_gpus
+from coserve.vllm.engine_gpus import nvml_platform, engine_gpus
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     MOST_SHAPE_CHARACTERS,
@@ -59,7 +59,7 @@ def shape_of(vllm_config: Any) -> EngineShape:
         shape=shape_line(vllm_config),
         unfit=unfit,
         # A page has no room for both; no guest needs the GPUs of an unfit engine.
-        gpus=() if unfit else rank_gpus(parallel),
+        gpus=() if unfit else engine_gpus(parallel),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coserve.vllm import pulse_reporter, rank_gpus
+from coserve.vllm import pulse_reporter, engine_gpus
 from coserve.vllm.pulse_reporter import shape_of
 from harvester.contracts.page import MOST_GPUS
 from tests.unit.coserve.vllm.test_deployment import ALONE
@@ -66,7 +66,7 @@ def sees(monkeypatch: pytest.MonkeyPatch) -> Sees:
     def see(*uuids: str, nvml: FakeNvml | None = None) -> FakeNvml:
         library = nvml or FakeNvml()
         platform = FakeNvmlPlatform(*uuids) if uuids else None
-        monkeypatch.setattr(rank_gpus, "nvml_platform", lambda: platform)
+        monkeypatch.setattr(engine_gpus, "nvml_platform", lambda: platform)
         third_party = SimpleNamespace(pynvml=library.module())
         monkeypatch.setitem(sys.modules, "vllm.third_party", third_party)
         return library
@@ -82,40 +82,40 @@ def parallel(ranks: int = 1, **fields: Any) -> Any:
 def test_ranks_run_on_the_first_devices_that_the_engine_sees(sees: Sees) -> None:
     """A pod sees the GPUs that the node's device plugin gave it, from number 0 on."""
     library = sees(*ON_NODE[2:6])
-    assert rank_gpus.rank_gpus(parallel()) == (ON_NODE[2],)
-    assert rank_gpus.rank_gpus(parallel(4)) == tuple(ON_NODE[2:6])
+    assert engine_gpus.engine_gpus(parallel()) == (ON_NODE[2],)
+    assert engine_gpus.engine_gpus(parallel(4)) == tuple(ON_NODE[2:6])
     assert library.open == 0
 
 
 def test_data_parallel_ranks_have_devices_of_their_own(sees: Sees) -> None:
     sees(*ON_NODE[:8])
-    assert rank_gpus.rank_gpus(parallel(2, data_parallel_size_local=3)) == tuple(ON_NODE[:6])
-    assert rank_gpus.rank_gpus(parallel(2, data_parallel_rank_local=1)) == tuple(ON_NODE[2:4])
+    assert engine_gpus.engine_gpus(parallel(2, data_parallel_size_local=3)) == tuple(ON_NODE[:6])
+    assert engine_gpus.engine_gpus(parallel(2, data_parallel_rank_local=1)) == tuple(ON_NODE[2:4])
 
 
 def test_nothing_is_stated_on_a_cpu(sees: Sees) -> None:
     sees()
-    assert rank_gpus.rank_gpus(parallel()) == ()
+    assert engine_gpus.engine_gpus(parallel()) == ()
 
 
 def test_nothing_is_stated_where_it_could_be_another_device(sees: Sees) -> None:
     sees(*ON_NODE[:2])
-    assert rank_gpus.rank_gpus(parallel(assigned_physical_gpu_ids=[1])) == ()
-    assert rank_gpus.rank_gpus(parallel(3)) == (), "the engine itself would not start"
-    assert rank_gpus.rank_gpus(SimpleNamespace()) == (), "upstream renamed its fields"
+    assert engine_gpus.engine_gpus(parallel(assigned_physical_gpu_ids=[1])) == ()
+    assert engine_gpus.engine_gpus(parallel(3)) == (), "the engine itself would not start"
+    assert engine_gpus.engine_gpus(SimpleNamespace()) == (), "upstream renamed its fields"
     sees(*ON_NODE[:2], nvml=FakeNvml(sliced=(ON_NODE[1],)))
-    assert rank_gpus.rank_gpus(parallel(2)) == (), "a slice of MIG"
-    assert rank_gpus.rank_gpus(parallel(1)) == (ON_NODE[0],)
+    assert engine_gpus.engine_gpus(parallel(2)) == (), "a slice of MIG"
+    assert engine_gpus.engine_gpus(parallel(1)) == (ON_NODE[0],)
     sees(*ON_NODE[:2], nvml=FakeNvml(faults={ON_NODE[0]: NOT_SUPPORTED}))
-    assert rank_gpus.rank_gpus(parallel(1)) == (ON_NODE[0],), "a GPU that has no MIG"
+    assert engine_gpus.engine_gpus(parallel(1)) == (ON_NODE[0],), "a GPU that has no MIG"
     sees(*ON_NODE[:2], nvml=FakeNvml(faults={ON_NODE[0]: 999}))
-    assert rank_gpus.rank_gpus(parallel(1)) == (), "a driver that does not say"
+    assert engine_gpus.engine_gpus(parallel(1)) == (), "a driver that does not say"
 
 
 def test_no_more_are_stated_than_a_page_has_room_for(sees: Sees) -> None:
     sees(*ON_NODE)
-    assert len(rank_gpus.rank_gpus(parallel(MOST_GPUS))) == MOST_GPUS
-    assert rank_gpus.rank_gpus(parallel(MOST_GPUS + 1)) == ()
+    assert len(engine_gpus.engine_gpus(parallel(MOST_GPUS))) == MOST_GPUS
+    assert engine_gpus.engine_gpus(parallel(MOST_GPUS + 1)) == ()
 
 
 def test_an_engine_states_its_gpus_unless_no_guest_may_run_beside_it(
