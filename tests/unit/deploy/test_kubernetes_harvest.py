@@ -250,7 +250,8 @@ def test_the_commands_take_their_arguments(
     signed.cert_file.rename(tmp_path / "tls.crt")
     signed.key_file.rename(tmp_path / "tls.key")
     # The proxy reads it as a member of the pod's fsGroup.
-    token_file(tmp_path, "gateway", "g" * 24).chmod(0o440)
+    for name in ("gateway", "data"):
+        token_file(tmp_path, name, name[0] * 24).chmod(0o440)
     rosemux, *arguments = CONTAINERS["proxy"]["args"]
     (mount,) = CONTAINERS["proxy"]["volumeMounts"]
     assert rosemux == "rosemux"
@@ -285,6 +286,22 @@ def test_the_guest_has_no_right_that_it_does_not_need() -> None:
         if not each.get("readOnly") and not each["mountPath"].startswith(("/tmp", "/dev"))
     }
     assert writable == {f"/run/rosemux/{SLOT}", f"/run/rosemux/{LAUNCH_DIRECTORY}"}
+
+
+def test_an_agent_asks_the_guest_in_another_pod_what_it_serves(read: AgentConfig) -> None:
+    """The guest's proxy answers, to a token that changes nothing."""
+    assert read.guests is not None
+    assert read.guests.server_name in (FOLDER / "kustomization.yaml").read_text()
+    spec = patches()["DaemonSet"]["spec"]["template"]["spec"]
+    (agent,) = spec["containers"]
+    (mount,) = agent["volumeMounts"]
+    (volume,) = (each["projected"] for each in spec["volumes"] if each["name"] == mount["name"])
+    items = [item for source in volume["sources"] for item in source["secret"]["items"]]
+    files = {f"{mount['mountPath']}/{item['path']}" for item in items}
+    assert {str(read.guests.token_file), str(read.guests.ca_file)} == files
+    (data,) = (a for a in CONTAINERS["proxy"]["args"] if a.startswith("--data-token-file="))
+    assert Path(data).name == Path(str(read.guests.token_file)).name
+    assert not read.guests.exposed_at(read.slots[0].offered_url)
 
 
 def test_a_guest_gives_way_to_every_pod_and_has_the_time_that_its_unit_has() -> None:
