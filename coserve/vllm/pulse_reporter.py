@@ -20,9 +20,9 @@ from typing import Any
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_state import EngineShape, PulseState
+from coserve.vllm.engine_gpus import engine_gpus, nvml_platform
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from coserve.vllm.kv_connectors import remote_connectors
-from coserve.vllm.engine_gpus import nvml_platform, engine_gpus
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     MOST_SHAPE_CHARACTERS,

@@ -218,7 +218,7 @@ class GuestDescription:
             except ConfigError as error:
                 if str(error) != self._fault:
                     self._fault = str(error)
-                    _log.warning("the agent cannot ask guests what they serve: %s", error)
+                    _log.warning("no description of guests in other pods: %s", error)
         self.latest = EngineDescription() if found is None else found
 
 

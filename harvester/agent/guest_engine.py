@@ -84,8 +84,8 @@ class GuestEngine:
         self._stop_requested.set()
 
     async def run(self) -> int:
-        """Run the engine and return its exit status, 0 after a requested stop, `MISPLACED` after
-        one for that. Raises ConfigError if it cannot start.
+        """Run the engine and return its exit status, 0 after a requested stop, `MISPLACED` if it
+        had to leave its GPU. Raises ConfigError if it cannot start.
 
         SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop. Without a stop it
         returns once no process of the engine lives: a second engine would take memory beside it.

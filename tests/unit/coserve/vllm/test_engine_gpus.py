@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coserve.vllm import pulse_reporter, engine_gpus
+from coserve.vllm import engine_gpus, pulse_reporter
 from coserve.vllm.pulse_reporter import shape_of
 from harvester.contracts.page import MOST_GPUS
 from tests.unit.coserve.vllm.test_deployment import ALONE
