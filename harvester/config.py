@@ -276,9 +276,10 @@ class AgentConfig(FrozenSettings):
 
     @model_validator(mode="after")
     def _guests_token_stays_secret(self) -> "AgentConfig":
-        for slot in self.slots if self.guests is not None else ():
-            if exposed := self.guests.exposed_at(slot.offered_url) if slot.offered_url else "":
-                raise ValueError(f"slots: {slot.name}: offered_url: {exposed}")
+        if self.guests is not None:
+            for slot in self.slots:
+                if slot.offered_url and (exposed := self.guests.exposed_at(slot.offered_url)):
+                    raise ValueError(f"slots: {slot.name}: offered_url: {exposed}")
         return self
 
     @property
