@@ -22,7 +22,7 @@ from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.blocking_peer import http_address
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.nvml import Nvml
-from harvester.platform.tls import ServerTls, open_to_network
+from harvester.platform.tls import Credentials, ServerTls, open_to_network
 from harvester.platform.yaml_file import FrozenSettings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 
@@ -198,7 +198,7 @@ class SlotConfig(FrozenSettings):
         return tuple(sorted(pulses))
 
 
-def _of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
+def values_of_one_slot(slot: SlotConfig) -> Iterator[tuple[str, str]]:
     """Fields and values that a slot shares with no other. A gate knows the production of its own
     page directory alone: on a GPU of two slots each guest would miss one production."""
     for field in ("engine_url", "offered_url", "memory_group"):
@@ -246,6 +246,9 @@ class AgentConfig(FrozenSettings):
     all, a longer grant. For measurements on machines without production traffic."""
     http: HttpConfig = HttpConfig()
     interlocks: InterlocksConfig = InterlocksConfig()
+    guests: Credentials | None = None
+    """Files for guests' engine proxies, to ask a guest in another pod, at its slot's `offered_url`,
+    what it serves. Without it only guests on this machine's loopback are asked."""
     slots: tuple[SlotConfig, ...] = Field(default=(), max_length=2 * MAX_SLOTS)
     slots_file: Path | None = None
     """File with more `slots`, read again when it changes: `rosemux discover` writes one. Root or
@@ -265,10 +268,18 @@ class AgentConfig(FrozenSettings):
             raise ValueError(f"slots: {taken[0]}: its pages are the agent's own: rename the slot")
         first: dict[tuple[str, str], str] = {}
         for slot in self.slots:
-            for field, value in _of_one_slot(slot):
+            for field, value in values_of_one_slot(slot):
                 if (other := first.setdefault((field, value), slot.name)) != slot.name:
                     both = f"slots {other} and {slot.name} both have {value}"
                     raise ValueError(f"slots: {field}: {both}: each slot needs its own")
+        return self
+
+    @model_validator(mode="after")
+    def _guests_token_stays_secret(self) -> "AgentConfig":
+        if self.guests is not None:
+            for slot in self.slots:
+                if slot.offered_url and (exposed := self.guests.exposed_at(slot.offered_url)):
+                    raise ValueError(f"slots: {slot.name}: offered_url: {exposed}")
         return self
 
     @property
@@ -349,6 +360,8 @@ class AgentConfig(FrozenSettings):
         self.interlocks.accelerators.check()
         if self.interlocks.alerts is not None:
             self.interlocks.alerts.check()
+        if self.guests is not None:
+            self.guests.check()
 
     def check_devices(self) -> None:
         """Raises ConfigError if the interlock's NVML or its driver is not here. A sick driver may

@@ -32,9 +32,13 @@ class Authority:
         return self._files.cert_file
 
     def signs(self, name: str, *addresses: str, days: int = 2) -> Signed:
-        """A certificate and key, for a server at the addresses or for a client; again: new ones."""
+        """A certificate and key, for a server at the addresses or names, or for a client; again:
+        new ones."""
         made = Signed(self.folder / f"{name}.pem", self.folder / f"{name}.key")
-        names = ",".join(f"IP:{address}" for address in addresses or ("127.0.0.1",))
+        names = ",".join(
+            f"{'DNS' if any(map(str.isalpha, address)) else 'IP'}:{address}"
+            for address in addresses or ("127.0.0.1",)
+        )
         ours = ("-CA", str(self.file), "-CAkey", str(self._files.key_file))
         extensions = "basicConstraints=CA:FALSE", f"subjectAltName={names}"
         self._request(made, name, extensions, *ours, days=days)
@@ -44,8 +48,8 @@ class Authority:
         made = self.signs(name, *addresses)
         return ServerTls(cert_file=made.cert_file, key_file=made.key_file, client_ca_file=client_ca)
 
-    def trusted(self, **files: Path) -> Credentials:
-        return Credentials(ca_file=self.file, **files)
+    def trusted(self, *, server_name: str | None = None, **files: Path) -> Credentials:
+        return Credentials(ca_file=self.file, server_name=server_name, **files)
 
     def _request(
         self, made: Signed, name: str, extensions: tuple[str, ...], *signer: str, days: int = 2

@@ -48,6 +48,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     "" if unknown."""
     unfit: str = ""
     """Why no guest may run beside it; "" if one may."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of its ranks' GPUs; empty on a CPU, and if unknown."""
 
 
 class _Told(msgspec.Struct):
@@ -236,6 +238,7 @@ class PulseState:
             sockets=len(self._sockets),
             middleware=self.middleware,
             unfit=self.engine.unfit,
+            gpus=self.engine.gpus,
             itl_slo_s=self.itl_slo_s,
         )
 

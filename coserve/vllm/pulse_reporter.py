@@ -20,6 +20,7 @@ from typing import Any
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_state import EngineShape, PulseState
+from coserve.vllm.engine_gpus import engine_gpus, nvml_platform
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from coserve.vllm.kv_connectors import remote_connectors
 from harvester.contracts.clock import monotonic_ns
@@ -48,6 +49,7 @@ def shape_of(vllm_config: Any) -> EngineShape:
     parallel = vllm_config.parallel_config
     count, index = parallel._api_process_count, max(0, parallel._api_process_rank)
     alone = parallel.data_parallel_external_lb
+    unfit = unfit_deployment(vllm_config)
     return EngineShape(
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         # Behind the operator's balancer each rank is a separate server, and no rank knows how many
@@ -55,7 +57,9 @@ def shape_of(vllm_config: Any) -> EngineShape:
         processes=0 if alone else count,
         process=parallel.data_parallel_rank * count + index if alone else index,
         shape=shape_line(vllm_config),
-        unfit=unfit_deployment(vllm_config),
+        unfit=unfit,
+        # A page has no room for both; no guest needs the GPUs of an unfit engine.
+        gpus=() if unfit else engine_gpus(parallel),
     )
 
 
@@ -127,12 +131,8 @@ def _model(model: Any) -> str:
 def _accelerator() -> str:
     from vllm.platforms import current_platform
 
-    if current_platform.is_cuda():
-        from vllm.platforms.cuda import NvmlCudaPlatform
-
-        # The other CUDA platform class asks torch, which would create a context on the GPU.
-        if isinstance(current_platform, NvmlCudaPlatform):
-            return str(current_platform.get_device_name())
+    if (platform := nvml_platform()) is not None:
+        return str(platform.get_device_name())
     if not current_platform.is_cpu():
         return str(current_platform.device_name)
     named = [line for line in _CPU_INFO.read_text().splitlines() if line.startswith("model name")]

@@ -14,10 +14,12 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import UNDECODABLE, reason_of
+from harvester.contracts.errors import UNDECODABLE, ConfigError, reason_of
 from harvester.contracts.page import PageDirectory, Pulse, engine_of
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from harvester.policy.sample import SCRAPED_PULSE
 
 ACCEPT = "text/plain;version=0.0.4"
@@ -191,9 +193,17 @@ class GuestDescription:
     """The guest engine's own description, for the slot's offer. An engine that does not answer is
     unknown again: the engine that comes back may be another one."""
 
-    def __init__(self, engine_url: Callable[[], str]) -> None:
-        """`engine_url`: as configured now, "" where offers name no engine."""
-        self._engine_url = engine_url
+    def __init__(
+        self,
+        engine_url: Callable[[], str],
+        offered_url: Callable[[], str] = str,
+        guests: Credentials | None = None,
+    ) -> None:
+        """The URLs as configured now, "" where there is none. A guest in another pod does not
+        answer at `engine_url`: its engine proxy at `offered_url` does, with the files of
+        `guests`."""
+        self._engine_url, self._offered_url, self._guests = engine_url, offered_url, guests
+        self._fault = ""
         self.latest = EngineDescription()
 
     async def run(self) -> None:
@@ -201,16 +211,29 @@ class GuestDescription:
         await _repeat(self.ask, period_s=_DESCRIPTION_S)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
-        url = self._engine_url().rstrip("/")
-        if not url:
-            self.latest = EngineDescription()
-            return
-        try:
-            async with session.get(url + ENGINE_ROUTE, allow_redirects=False) as reply:
-                raw = await body_of(reply, most_bytes=_DESCRIPTION_BYTES_MAX)
-            self.latest = msgspec.json.decode(raw, type=EngineReport).description
-        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):
-            self.latest = EngineDescription()
+        found = await _described(session, self._engine_url(), NO_CREDENTIALS)
+        if found is None and self._guests is not None:
+            try:
+                found = await _described(session, self._offered_url(), self._guests)
+            except ConfigError as error:
+                if str(error) != self._fault:
+                    self._fault = str(error)
+                    _log.warning("no description of guests in other pods: %s", error)
+        self.latest = EngineDescription() if found is None else found
+
+
+async def _described(
+    session: aiohttp.ClientSession, url: str, credentials: Credentials
+) -> EngineDescription | None:
+    """The answer of the engine at this URL; None without one. Raises ConfigError as `Peer`."""
+    if not url:
+        return None
+    try:
+        async with Peer(session, url, credentials).get(ENGINE_ROUTE) as reply:
+            raw = await body_of(reply, most_bytes=_DESCRIPTION_BYTES_MAX)
+        return msgspec.json.decode(raw, type=EngineReport).description
+    except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):
+        return None
 
 
 async def _repeat(

@@ -40,6 +40,9 @@ _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 _LEAVING_TTL_NS = 60_000_000_000
 """Longer than any stop: the page goes when the engine has ended."""
+_PLACE_LOOK_S = 1.0
+MISPLACED = os.EX_TEMPFAIL
+"""Exit status of a guest that has to start anew elsewhere, with a configuration read again."""
 _FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
 _STEADY_S = 600.0
 """A guest that lived for this long restarts after the first wait again."""
@@ -55,11 +58,13 @@ class GuestEngine:
         segment: KvSegment | None = None,
         inherits: Collection[int] = (),
         pages: PageDirectory | None = None,
+        misplacement: Callable[[], str] = lambda: "",
         stop_s: float = _STOP_S,
     ) -> None:
         """`environment` is added to this process's; `mps` watches the daemon that the guest runs
         under and is not started here; `inherits` are descriptors that the main process keeps open;
-        `pages` is the slot's page directory."""
+        `pages` is the slot's page directory; `misplacement` gives the reason why the engine must
+        not go on where it is."""
         self._arguments = list(arguments)
         self._environment = dict(environment)
         self._mps = mps
@@ -67,6 +72,8 @@ class GuestEngine:
         self._inherits = tuple(inherits)
         self._pages = pages
         self._leaving: PageWriter[Guest] | None = None
+        self._misplacement = misplacement
+        self._misplaced = False
         self._stop_s = stop_s
         self._stop_requested = asyncio.Event()
         self._others: frozenset[psutil.Process] = frozenset()
@@ -77,8 +84,8 @@ class GuestEngine:
         self._stop_requested.set()
 
     async def run(self) -> int:
-        """Run the engine and return its exit status, 0 after a requested stop. Raises ConfigError
-        if it cannot start.
+        """Run the engine and return its exit status, 0 after a requested stop, `MISPLACED` if it
+        had to leave its GPU. Raises ConfigError if it cannot start.
 
         SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop. Without a stop it
         returns once no process of the engine lives: a second engine would take memory beside it.
@@ -98,12 +105,16 @@ class GuestEngine:
             )
         except OSError as error:
             raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error
+        looking = asyncio.create_task(self._look_at_place())
         stops = await self._until_it_ends(child)
+        looking.cancel()
         ended = await self._sweep(stopping=stops > 0)
         if self._leaving is not None:
             if ended:
                 self._remove_page()
             self._leaving.close(unlink=ended)
+        if self._misplaced:
+            return MISPLACED
         status = child.returncode or 0
         return (
             0 if stops or self._stop_requested.is_set() else status if status >= 0 else 128 - status
@@ -131,6 +142,15 @@ class GuestEngine:
                 patience_s = None
                 self._kill()
         return stops
+
+    async def _look_at_place(self) -> None:
+        """Ask for a stop once the engine is misplaced."""
+        while not self._misplaced:
+            await asyncio.sleep(_PLACE_LOOK_S)
+            if why := self._misplacement():
+                _log.error("the guest ends, to start anew: %s", why)
+                self._misplaced = True
+                self.ask_to_stop()
 
     def _announce_stop(self) -> None:
         """Publish the guest's last record with `leaving` set, on another page than the engine's."""
@@ -225,14 +245,14 @@ def restart_wait(life_s: float, failures: int) -> tuple[float, int]:
 
 
 async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) -> int:
-    """Run one engine after the other until one ends without failure or a stop is requested: 0.
-    Raises ConfigError for an engine that cannot be started."""
+    """Run one engine after the other until one ends without failure or a stop is requested: 0; or
+    is misplaced: `MISPLACED`. Raises ConfigError for an engine that cannot be started."""
     failures = 0
     while True:
         began_s = clock.now()
         status = await engine().run()
-        if status == 0:
-            return 0
+        if status in (0, MISPLACED):
+            return status
         stop = stop_event()
         life_s = clock.now() - began_s
         wait_s, failures = restart_wait(life_s, failures)

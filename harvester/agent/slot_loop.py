@@ -86,7 +86,9 @@ class Slot:
         self.failed = ""
         """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self._failing_since_s: float | None = None
-        self.guest_description = GuestDescription(lambda: self.config.engine_url)
+        self.guest_description = GuestDescription(
+            lambda: self.config.engine_url, lambda: self.config.offered_url, config.guests
+        )
         self._leases = leases
         self.exposition = exposition
         directory = PageDirectory.create(

@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from harvester.cli.server_call import CaFile, TokenToSend, call, credentials_of
-from harvester.config_file import DISCOVERED, DISCOVERED_AGAIN_S, SlotsFile
+from harvester.cli.server_call import CaFile, ServerName, TokenToSend, call, credentials_of
+from harvester.config_file import DISCOVERED, DISCOVERED_AGAIN_S, SlotsFile, read_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.discovery.kubernetes_pods import (
@@ -26,7 +26,15 @@ from harvester.discovery.kubernetes_pods import (
     found_pods,
     pods_path,
 )
-from harvester.discovery.slot_template import DiscoveredEngine, Fields, KeptSlots, SlotTemplate
+from harvester.discovery.production_gpus import ProductionGpus
+from harvester.discovery.slot_template import (
+    DiscoveredEngine,
+    Fields,
+    KeptSlots,
+    SlotTemplate,
+    StatedGpus,
+    no_statement,
+)
 from harvester.discovery.systemd_units import checked_patterns, found_units
 from harvester.platform import whole_file
 from harvester.platform.logs import begin_log
@@ -48,6 +56,13 @@ Write = Annotated[
     typer.Option(help="Slots file to keep up to date; without it the slots are printed once."),
 ]
 Every = Annotated[float, typer.Option("--every-s", min=1.0, help="Seconds between two looks.")]
+AgentFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="The agent's YAML file: its pages show on which GPUs production runs, for the guest.",
+    ),
+]
 ForgetAfter = Annotated[
     float, typer.Option("--forget-s", min=0.0, help="Seconds for which a missing engine is kept.")
 ]
@@ -65,6 +80,7 @@ def systemd(
     units: Annotated[
         list[str], typer.Option("--unit", help="Unit's name or pattern, such as 'vllm@*.service'.")
     ],
+    config: AgentFile = None,
     write: Write = None,
     every_s: Every = 10.0,
     forget_s: ForgetAfter = 60.0,
@@ -73,7 +89,7 @@ def systemd(
     ROSEMUX_PAGE_DIR, without one the unit's instance or name; $port is its command's --port, $x its
     variable ROSEMUX_SLOT_X."""
     patterns = checked_patterns(units)
-    _run(template, lambda: found_units(patterns), write, every_s, forget_s)
+    _run(template, lambda: found_units(patterns), config, write, every_s, forget_s)
 
 
 @discover.command()
@@ -89,6 +105,8 @@ def kubernetes(
     ] = "",
     token_file: TokenToSend = None,
     ca_file: CaFile = None,
+    server_name: ServerName = None,
+    config: AgentFile = None,
     write: Write = None,
     every_s: Every = 10.0,
     forget_s: ForgetAfter = 60.0,
@@ -103,7 +121,7 @@ def kubernetes(
         server = f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
         token_file = token_file or _SERVICE_ACCOUNT / "token"
         ca_file = ca_file or _SERVICE_ACCOUNT / "ca.crt"
-    credentials = credentials_of(token_file, ca_file, None, None)
+    credentials = credentials_of(token_file, ca_file, None, None, server_name)
     path = pods_path(node=node, label=label, namespace=namespace)
 
     def find() -> list[DiscoveredEngine]:
@@ -112,19 +130,21 @@ def kubernetes(
         )
         return found_pods(pods, label=label)
 
-    _run(template, find, write, every_s, forget_s)
+    _run(template, find, config, write, every_s, forget_s)
 
 
 def _run(
     template: Path,
     find: Callable[[], list[DiscoveredEngine]],
+    config: Path | None,
     write: Path | None,
     every_s: float,
     forget_s: float,
 ) -> None:
     slots = SlotTemplate(parse_fields(read_text(template), template))
+    stated = no_statement if config is None else ProductionGpus(read_agent_config(config).config)
     if write is None:
-        found, faults = slots.slots(find())
+        found, faults = slots.slots(find(), stated)
         typer.echo(_text([*found.values()]), nl=False)
         for fault in faults:
             typer.echo(fault, err=True)
@@ -132,7 +152,7 @@ def _run(
     begin_log("info")
     clock = MonotonicClock()
     kept = KeptSlots(_written(write), forget_s=forget_s)
-    writer = SlotsWriter(find=find, template=slots, kept=kept, file=write)
+    writer = SlotsWriter(find=find, template=slots, kept=kept, file=write, stated=stated)
     while True:
         writer.take(now=clock.now())
         time.sleep(every_s)
@@ -144,6 +164,7 @@ class SlotsWriter:
     template: SlotTemplate
     kept: KeptSlots
     file: Path
+    stated: StatedGpus = no_statement
     _reported: tuple[str, ...] = ()
     """Faults of the last look."""
     _written_s: float | None = None
@@ -152,7 +173,7 @@ class SlotsWriter:
         """Looks once and writes the file if its slots changed or it is old: its age says when a
         look last succeeded. Logs faults when they begin."""
         try:
-            found, faults = self.template.slots(self.find())
+            found, faults = self.template.slots(self.find(), self.stated)
             text = _text(self.kept.observe(found, now=now)).encode()
             if len(text) > MAX_FILE_BYTES:
                 raise Exhausted(f"{len(text)} bytes are more than an agent reads")

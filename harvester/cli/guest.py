@@ -3,9 +3,10 @@
 import asyncio
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.guest_plan import GuestPlan, GuestSettings, PlanOption, plan, plan_options
 from harvester.agent.guest_engine import GuestEngine, run_with_restarts
 from harvester.agent.guest_lock import GuestLock
+from harvester.agent.guest_placement import misplacement
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.shared_memory import SharedMemory
 from harvester.cli.audit_command import printable
@@ -29,7 +31,7 @@ from harvester.cli.guest_checks import checks, outlook, refuse_bad, supported_vl
 from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 from harvester.guest_config import GuestConfig
@@ -74,13 +76,16 @@ def guest(
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
     seen = outlook(planned.isolation, agent.settings_of(chosen), pages) if dry_run else ()
+    misplaced = partial(misplacement, [gpu.uuid for gpu in settings.gpus], pages)
     for note in (*seen, *_notes(chosen, planned, pages)):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
         _print_command(command, planned)
     refuse_bad(found)
+    if why := misplaced():
+        raise NotYet(why)
     if not dry_run:
-        raise typer.Exit(_run(command, settings, planned, pages, restart=restart))
+        raise typer.Exit(_run(command, settings, planned, pages, misplaced, restart=restart))
 
 
 def _command(
@@ -120,6 +125,7 @@ def _run(
     settings: GuestSettings,
     planned: GuestPlan,
     pages: PageDirectory,
+    misplaced: Callable[[], str],
     *,
     restart: bool,
 ) -> int:
@@ -142,6 +148,7 @@ def _run(
             segment=segment,
             inherits=(lock.descriptor,),
             pages=PageDirectory(pages.path),
+            misplacement=misplaced,
         )
 
     try:

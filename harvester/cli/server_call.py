@@ -8,7 +8,7 @@ import typer
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.platform.blocking_peer import BlockingPeer
-from harvester.platform.tls import Credentials
+from harvester.platform.tls import Credentials, is_server_name
 
 _TIMEOUT_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
@@ -20,16 +20,29 @@ CertFile = Annotated[
     Path | None, typer.Option(help="This client's certificate, for a server that asks for one.")
 ]
 KeyFile = Annotated[Path | None, typer.Option(help="Its private key.")]
+ServerName = Annotated[
+    str | None, typer.Option(help="Name in the server's certificate, if not the URL's host.")
+]
 
 
 def credentials_of(
-    token_file: Path | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
+    token_file: Path | None,
+    ca_file: Path | None,
+    cert_file: Path | None,
+    key_file: Path | None,
+    server_name: str | None,
 ) -> Credentials:
-    """Raises ConfigError for half of a client certificate."""
+    """Raises ConfigError for half of a client certificate, and for a name that is none."""
     if (cert_file is None) != (key_file is None):
         raise ConfigError("a client certificate needs both --cert-file and --key-file")
+    if server_name is not None and not is_server_name(server_name):
+        raise ConfigError(f"--server-name {server_name}: is no name of a server")
     return Credentials(
-        token_file=token_file, ca_file=ca_file, cert_file=cert_file, key_file=key_file
+        token_file=token_file,
+        ca_file=ca_file,
+        cert_file=cert_file,
+        key_file=key_file,
+        server_name=server_name,
     )
 
 

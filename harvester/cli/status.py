@@ -13,7 +13,15 @@ from harvester.cli.agent_tables import agent_faults, agent_sentences, agent_tabl
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.row_table import row_table
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
+from harvester.cli.server_call import (
+    CaFile,
+    CertFile,
+    KeyFile,
+    ServerName,
+    TokenToSend,
+    call,
+    credentials_of,
+)
 from harvester.config import HttpConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -56,6 +64,7 @@ def status(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
+    server_name: ServerName = None,
     check: Annotated[
         bool, typer.Option(help="Exit status 1 if agent or gateway have a fault to look at.")
     ] = False,
@@ -63,7 +72,7 @@ def status(
     console, faults = row_console(), list[str]()
     if check and agent_url is None and gateway_url is None:
         raise ConfigError("--check asks an agent or a gateway: give --agent or --gateway")
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file, server_name)
     offers, silence = None, None
     if agent_url is not None or gateway_url is None:
         url, option = (_LOCAL_AGENT, "agent") if agent_url is None else (agent_url, "--agent")

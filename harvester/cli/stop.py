@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from harvester.cli.audit_command import printable
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
+from harvester.cli.server_call import (
+    CaFile,
+    CertFile,
+    KeyFile,
+    ServerName,
+    TokenToSend,
+    call,
+    credentials_of,
+)
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.stops import (
     NUMBER_MAX,
@@ -46,8 +54,9 @@ def _placing(order: StopOrder) -> Callable[..., None]:
         ca_file: CaFile = None,
         cert_file: CertFile = None,
         key_file: KeyFile = None,
+        server_name: ServerName = None,
     ) -> None:
-        credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+        credentials = credentials_of(token_file, ca_file, cert_file, key_file, server_name)
         _order(_request(order, slot, tenant, reason), agent, gateway, cluster, credentials)
 
     return place
@@ -68,8 +77,9 @@ def resume(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
+    server_name: ServerName = None,
 ) -> None:
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file, server_name)
     request = _request(StopOrder.NONE, slot, tenant, reason, cluster_order=cluster_order)
     _order(request, agent, gateway, cluster, credentials)
 

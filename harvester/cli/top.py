@@ -15,7 +15,15 @@ from rich.text import Text
 from harvester.cli.agent_tables import agent_faults
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.row_table import add_row, row_table
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
+from harvester.cli.server_call import (
+    CaFile,
+    CertFile,
+    KeyFile,
+    ServerName,
+    TokenToSend,
+    call,
+    credentials_of,
+)
 from harvester.config import AgentConfig
 from harvester.config_file import read_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
@@ -52,6 +60,7 @@ def top(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
+    server_name: ServerName = None,
 ) -> None:
     urls = list(agents or [])
     if config is not None:
@@ -60,7 +69,7 @@ def top(
         token_file = token_file or loaded.http.observer_token_file or loaded.http.token_file
     if not urls:
         raise ConfigError("name the URLs of agents, or an agent's file with --config")
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file, server_name)
     view = AgentsView(urls, credentials, clock=MonotonicClock())
     if once:
         _print_once(view, interval)

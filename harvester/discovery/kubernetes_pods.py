@@ -20,6 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,250}[A-Za-z0-9])?")
 class _PodMetadata(msgspec.Struct):
     name: str = ""
     namespace: str = ""
+    uid: str = ""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     deletion: str = msgspec.field(name="deletionTimestamp", default="")
@@ -85,6 +86,7 @@ def _engine(pod: _Pod, label: str) -> DiscoveredEngine:
     return DiscoveredEngine(
         slot=pod.metadata.labels.get(label, ""),
         origin=f"pod {pod.metadata.namespace}/{pod.metadata.name}",
+        instance=pod.metadata.uid,
         host=_host_of_url(pod.status.ip),
         port=own.get("port") or next(iter(ports), ""),
         values=own,

@@ -1,14 +1,14 @@
 """Slots from a template and the engines that a source has found. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Template
 from typing import Any
 
 from pydantic import ValidationError
 
-from harvester.config import MAX_SLOTS, AgentConfig, SlotConfig
+from harvester.config import MAX_SLOTS, AgentConfig, SlotConfig, values_of_one_slot
 from harvester.config_file import unsafe_settings
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import is_name
@@ -17,6 +17,9 @@ Fields = dict[str, Any]
 _PLACED = {"type": "string", "pattern": r"\$"}
 """Schema of a text with a placeholder."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
+_UUID = re.compile(r"GPU-[A-Za-z0-9-]{1,60}")
+_GPU = "gpu"
+"""The engine's own value that names its GPUs, with commas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +30,23 @@ class DiscoveredEngine:
     """Name of its slot, not checked yet."""
     origin: str
     """The engine's unit or pod, for people; not empty."""
+    instance: str = ""
+    """Differs between two pods that had one name after the other."""
     host: str = "127.0.0.1"
     port: str = ""
     """Port of its API; "" where the source does not show one."""
     values: Mapping[str, str] = field(default_factory=dict)
     """More placeholders of the template, by the engine's own variables or annotations. Values that
     could redirect a URL or a path are ignored."""
+
+
+StatedGpus = Callable[[SlotConfig, DiscoveredEngine], tuple[str, ...]]
+"""UUIDs of the GPUs that the engine states on the slot's pages; empty if unknown."""
+
+
+def no_statement(_slot: SlotConfig, _engine: DiscoveredEngine) -> tuple[str, ...]:
+    """Where no pages can be read."""
+    return ()
 
 
 class SlotTemplate:
@@ -77,31 +91,66 @@ class SlotTemplate:
             raise ValueError(f"{'.'.join(map(str, path[2:]))}: {fault}")
         return fields
 
-    def slots(self, engines: Iterable[DiscoveredEngine]) -> tuple[dict[str, Fields], list[str]]:
+    def slots(
+        self,
+        engines: Iterable[DiscoveredEngine],
+        stated: StatedGpus = no_statement,
+    ) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by name, and a fault for each engine without one. If two engines
-        claim one slot or page directory, the first gets it."""
+        claim one slot, page directory, GPU or URL, the first gets it."""
         slots: dict[str, Fields] = {}
-        origins: dict[str, str] = {}
+        origins: dict[_Claim, str] = {}
         faults = []
         for engine in engines:
             try:
                 if len(slots) == MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
                 fields = self.slot(engine)
-                claims = engine.slot, pages_of(fields)
-                if first := next((origins[claim] for claim in claims if claim in origins), ""):
+                names = ("slot", engine.slot), ("pages", pages_of(fields))
+                if first := next((origins[name] for name in names if name in origins), ""):
                     raise ValueError(f"slot {engine.slot} belongs to {first}")
+                fields = _on_gpus(fields, engine, stated)
+                claims = {*names, *_claims(fields)}
+                if taken := sorted(claims & origins.keys()):
+                    raise ValueError(f"{' '.join(taken[0])} belongs to {origins[taken[0]]}")
             except ValueError as error:
                 faults.append(f"{engine.origin}: {error}")
             else:
                 slots[engine.slot] = fields
-                origins |= dict.fromkeys(claims, engine.origin)
+                origins |= dict.fromkeys(sorted(claims), engine.origin)
         return slots, faults
 
 
 def pages_of(slot: Fields) -> str:
     """Names a slot's page directory."""
     return str(slot.get("pages", slot["name"]))
+
+
+_Claim = tuple[str, str]
+"""A field, and a value that one slot alone may have."""
+
+
+def _claims(slot: Fields) -> set[_Claim]:
+    shared = values_of_one_slot(SlotConfig.model_validate(slot))
+    return {("pages", pages_of(slot)), *shared}
+
+
+def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fields:
+    """The slot with its guest on GPUs that template, annotation or variable name, else on those
+    that production states. Raises ValueError if production runs on others than are named."""
+    if not isinstance(guest := slot.get("guest"), dict):
+        return slot
+    named = guest.get("gpus") or [each for each in engine.values.get(_GPU, "").split(",") if each]
+    if strange := next((uuid for uuid in named if not _UUID.fullmatch(uuid)), ""):
+        raise ValueError(f"{strange[:80]!r} is no GPU's UUID: write GPU-..., with commas")
+    used = stated(SlotConfig.model_validate(slot), engine)
+    if used and (others := [uuid for uuid in named if uuid not in used]):
+        raise ValueError(
+            f"{', '.join(others)} is named as its GPU, and production runs on {', '.join(used)}: "
+            f"remove {_GPU} (annotation or variable) or mend it"
+        )
+    gpus = [*(named or used)]
+    return {**slot, "guest": {**guest, "gpus": gpus}} if gpus else slot
 
 
 def _is_harmless(value: str) -> bool:
@@ -159,8 +208,8 @@ class KeptSlots:
         self._missing_since_s = {
             name: at_s for name, at_s in since.items() if now - at_s < self._forget_s
         }
-        taken = {pages_of(slot) for slot in found.values()}
+        taken = {claim for slot in found.values() for claim in _claims(slot)}
         kept = {name: self._slots[name] for name in self._missing_since_s}
-        kept = {name: slot for name, slot in kept.items() if pages_of(slot) not in taken}
+        kept = {name: slot for name, slot in kept.items() if taken.isdisjoint(_claims(slot))}
         self._slots = {**dict(list(kept.items())[: MAX_SLOTS - len(found)]), **found}
         return [self._slots[name] for name in sorted(self._slots)]

@@ -129,13 +129,28 @@ def base_url(url: object, *, name: str, example: str) -> str:
     return address.geturl()
 
 
+class _TlsConnection(HTTPSConnection):
+    """http.client knows a server by the host at which it calls it; this, by a name if one is
+    given."""
+
+    def __init__(
+        self, host: str, port: int | None, timeout_s: float, credentials: Credentials
+    ) -> None:
+        self._tls, self._server_name = credentials.tls(), credentials.server_name or host
+        super().__init__(host, port, timeout=timeout_s, context=self._tls)
+
+    def connect(self) -> None:
+        HTTPConnection.connect(self)
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
+
+
 def connection_to(
     address: SplitResult, credentials: Credentials, timeout_s: float
 ) -> HTTPConnection:
     """A connection that is not open yet."""
     host, port = address.hostname or "", address.port
     connection = (
-        HTTPSConnection(host, port, timeout=timeout_s, context=credentials.tls())
+        _TlsConnection(host, port, timeout_s, credentials)
         if address.scheme == "https"
         else HTTPConnection(host, port, timeout=timeout_s)
     )

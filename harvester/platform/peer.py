@@ -34,8 +34,14 @@ class Peer:
     ) -> _Reply:
         """Like aiohttp's. Returns a redirection and does not follow it: it could lead anywhere."""
         sent = (headers or {}) | self._credentials.headers()
-        # True: the system's certificates. Plain HTTP ignores it.
-        tls = self._credentials.tls() if self._credentials.has_tls_files else True
+        # True: the system's certificates. Plain HTTP ignores it, and the server's name.
+        tls = self._credentials.tls() if self._credentials.has_own_tls else True
         return self._session.request(
-            method, self.url + path, headers=sent, ssl=tls, allow_redirects=False, **options
+            method,
+            self.url + path,
+            headers=sent,
+            ssl=tls,
+            server_hostname=self._credentials.server_name,
+            allow_redirects=False,
+            **options,
         )

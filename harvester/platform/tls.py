@@ -3,19 +3,28 @@
 Files are read again when they change: certificates and tokens are rotated without a restart.
 """
 
+import re
 import ssl
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.bearer import authorization, is_loopback, read_token
 from harvester.platform.certificate_expiry import note_expiry
 from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import FrozenSettings
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?!.{{254}}){_LABEL}(\.{_LABEL})*")
+
+
+def is_server_name(name: str) -> bool:
+    """Whether a certificate may have it as the name of a host."""
+    return _NAME.fullmatch(name) is not None
 
 
 class ServerTls(FrozenSettings):
@@ -93,6 +102,16 @@ class Credentials(FrozenSettings):
     """Client certificate for a server that requires one, PEM."""
     key_file: Path | None = None
     """Private key of `cert_file`, PEM."""
+    server_name: str | None = None
+    """Name that the server's certificate must have, and that it is asked for (SNI); by default the
+    URL's host. For a server that is called at an address, such as a pod."""
+
+    @field_validator("server_name")
+    @classmethod
+    def _certifiable(cls, name: str | None) -> str | None:
+        if name is not None and not is_server_name(name):
+            raise ValueError(f"server_name: {name[:80]!r} is no name of a server: use HOST.DOMAIN")
+        return name
 
     @model_validator(mode="after")
     def _whole_pair(self) -> "Credentials":
@@ -101,19 +120,22 @@ class Credentials(FrozenSettings):
         return self
 
     @property
-    def has_files(self) -> bool:
-        return self.token_file is not None or self.has_tls_files
+    def are_given(self) -> bool:
+        """Whether any field is set."""
+        return self.token_file is not None or self.has_own_tls
 
     @property
-    def has_tls_files(self) -> bool:
-        return self.ca_file is not None or self.cert_file is not None
+    def has_own_tls(self) -> bool:
+        """Whether TLS with this server differs from that with others, whose connections it must
+        not share then."""
+        return any((self.ca_file, self.cert_file, self.server_name))
 
     def check(self, *urls: str) -> None:
         """Raises ConfigError if a file cannot be used, or a URL would expose the token."""
         if why := next(filter(None, map(self.exposed_at, urls)), ""):
             raise ConfigError(why)
         self.headers()
-        if self.has_tls_files:
+        if self.has_own_tls:
             self.tls()
 
     def exposed_at(self, url: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from harvester.contracts.page import Grant, Guest, PageOwners, PageReader
+from tests.certificates import Authority, token_file
 from tests.integration.test_agent_process import wait_for
 from tests.kubernetes_api import kubernetes_api
 from tests.unit.deploy.test_kubernetes_harvest import (
@@ -232,6 +233,12 @@ def test_a_grant_reaches_a_guest_in_its_pod_and_is_obeyed(node: Node, api: str) 
     pod, agents = agents_pod()
     patch = patches()["DaemonSet"]["spec"]["template"]["spec"]
     pod |= {**patch, "volumes": [*pod["volumes"], *patch["volumes"]]}
+    (patched,) = patch["containers"]
+    agents["agent"]["volumeMounts"] += patched["volumeMounts"]
+    (secrets,) = (each["name"] for each in patched["volumeMounts"])
+    (node.root / secrets).mkdir()
+    token_file(node.root / secrets, "data", "d" * 24)
+    Authority(node.root / secrets).file.rename(node.root / secrets / "ca.crt")
     asked = rosemux(agents["discover"]["args"], "--server", api, "--every-s", "1")
     node.start(pod, agents["discover"], asked, user=0, NODE_NAME="node-1")
     harvests = {"ROSEMUX_AGENT_MODE": "harvest", "ROSEMUX_AGENT_HTTP__PORT": "0"}

@@ -759,3 +759,28 @@ def test_mutual_tls_serves_readers_and_relays_with_a_certificate_and_no_others(
         monkeypatch.setenv(VARIABLES[field], str(path))
     relay = weight_process("relay", url, "--cache", str(tmp_path / "cache"), "--port", "0")
     assert _read(_source(relay.url)) == shard
+
+
+def test_a_server_at_an_address_is_known_by_the_name_in_its_certificate(
+    stores: Path,
+    tmp_path: Path,
+    weight_process: Callable[..., WeightProcess],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    authority = Authority(tmp_path)
+    server = authority.signs("server", "weights.rosemux.svc")
+    tls = ("--cert", str(server.cert_file), "--key", str(server.key_file))
+    url = weight_process("serve", str(stores), "--port", "0", *tls).url
+    url = f"https://127.0.0.1:{urlsplit(url).port}"
+    monkeypatch.setenv(VARIABLES["ca_file"], str(authority.file))
+    for name in ("weights.rosemux.svc", "other.rosemux.svc"):
+        monkeypatch.setenv(VARIABLES["server_name"], name)
+        with closing(_source(url, Access.from_environment())) as source:
+            if name.startswith("weights"):
+                assert _read(source) == (stores / "job-a" / SHARD).read_bytes()
+                continue
+            with pytest.raises(ConfigError, match="not trusted"):
+                source.latest()
+    monkeypatch.setenv(VARIABLES["server_name"], "no/name")
+    with pytest.raises(ConfigError, match=f"{VARIABLES['server_name']}: 'no/name'"):
+        Access.from_environment()

@@ -14,8 +14,9 @@ VARIABLES = {
     "ca_file": "ROSEMUX_WEIGHT_CA_FILE",
     "cert_file": "ROSEMUX_WEIGHT_CERT_FILE",
     "key_file": "ROSEMUX_WEIGHT_KEY_FILE",
+    "server_name": "ROSEMUX_WEIGHT_SERVER_NAME",
 }
-"""Environment variables of an engine's process that name the files."""
+"""Environment variables of an engine's process that name the files, and the server's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Access:
     cert_file: Path | None = None
     """Client certificate for a server that requires one; read again when it changes."""
     key_file: Path | None = None
+    server_name: str | None = None
+    """Name in the server's certificate; by default the URL's host."""
     streams: int = 4
     """Ranges read in parallel."""
     range_bytes: int = 8 << 20
@@ -42,6 +45,13 @@ class Access:
         if (self.cert_file is None) != (self.key_file is None):
             names = VARIABLES["cert_file"], VARIABLES["key_file"]
             raise ConfigError(f"a client certificate needs its key too: set {' and '.join(names)}")
+        if self.server_name is not None:
+            # Only now: readers of plain HTTP and of directories need no TLS.
+            from harvester.platform.tls import is_server_name
+
+            if not is_server_name(self.server_name):
+                given = f"{VARIABLES['server_name']}: {self.server_name[:80]!r}"
+                raise ConfigError(f"{given} is no name of a server")
 
     @classmethod
     def from_environment(cls, **given: Path | None) -> Self:
@@ -49,7 +59,7 @@ class Access:
         files: dict[str, Any] = {name: path for name, path in given.items() if path}
         for name, variable in VARIABLES.items():
             if path := os.environ.get(variable):
-                files.setdefault(name, Path(path))
+                files.setdefault(name, path if name == "server_name" else Path(path))
         access = cls(**files)
         if access.token_file is not None:
             try:

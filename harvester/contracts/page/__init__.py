@@ -5,6 +5,7 @@ from harvester.contracts.page.kept import KeptPage
 from harvester.contracts.page.owners import OWN_USER, PageOwners
 from harvester.contracts.page.reader import PageReader, Reading
 from harvester.contracts.page.records import (
+    MOST_GPUS,
     MOST_SHAPE_CHARACTERS,
     Calibration,
     EngineCore,
@@ -18,12 +19,14 @@ from harvester.contracts.page.records import (
     Pulse,
     PulseHead,
     latest_cores,
+    stated_gpus,
 )
 from harvester.contracts.page.seal import PAGE_BYTES, PageFault
 from harvester.contracts.page.writer import PageWriter
 from harvester.contracts.page.writer_lock import PageHeld
 
 __all__ = [
+    "MOST_GPUS",
     "MOST_SHAPE_CHARACTERS",
     "OWN_USER",
     "PAGE_BYTES",
@@ -50,4 +53,5 @@ __all__ = [
     "engine_of",
     "latest_cores",
     "pulse_page",
+    "stated_gpus",
 ]

@@ -128,6 +128,11 @@ class PageDirectory:
             return tuple(sorted(filter(is_name, names)))
         return ()
 
+    def pulses(self, *, most: int) -> list[Pulse]:
+        """Records of the pulses that are fresh now; of more than `most` pages, the first ones."""
+        found = [self.pulse_reader(name).read().record for name in self.pulse_names()[:most]]
+        return [record for record in found if record is not None]
+
     def _pulse_path(self, name: str) -> Path:
         checked_name(name, what="pulse page")
         return self.path / name

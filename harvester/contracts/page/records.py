@@ -19,6 +19,8 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """vLLM takes first tokens by the wall clock, which may be set back."""
 
 MOST_SHAPE_CHARACTERS = 120
+MOST_GPUS = 10
+"""Largest number of UUIDs for which the fullest pulse has room."""
 _LATE_NS = 250_000_000
 """Reports closer in time than this have no order: a busy API server reads its statistics late."""
 
@@ -160,6 +162,16 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     itl_late_s_recent: tuple[Finite, ...] = ()
     """Newest last, at most 8; each is of another request or step."""
     itl_late_total: int = 0
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs of the engine's ranks on this machine, at most `MOST_GPUS`; empty on a CPU,
+    if unknown, and of an unfit engine."""
+
+
+def stated_gpus(pulses: Sequence[Pulse]) -> tuple[str, ...]:
+    """UUIDs of the GPUs of all engines of a slot; empty if one of them states none."""
+    if not all(pulse.gpus for pulse in pulses):
+        return ()
+    return tuple(dict.fromkeys(uuid for pulse in pulses for uuid in pulse.gpus))
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:

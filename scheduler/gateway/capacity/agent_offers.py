@@ -78,7 +78,7 @@ class AgentOffers:
 
     def credentials(self, agent: str, slot: SlotId) -> Credentials:
         own = self._guests.get(slot)
-        return own if own is not None and own.has_files else self._credentials[agent]
+        return own if own is not None and own.are_given else self._credentials[agent]
 
     def guest_id(self, slot: SlotId) -> EngineId:
         settings = self._guests.get(slot)

@@ -318,6 +318,7 @@ class EngineConnections:
         loop = asyncio.get_running_loop()
         try:
             addresses = await self._looked_up()
+            name = self._credentials.server_name or urlsplit(self.url).hostname
             async with asyncio.timeout(self._connect_s):
                 found = await aiohappyeyeballs.start_connection(
                     addresses, happy_eyeballs_delay=_EYEBALLS_S
@@ -327,7 +328,7 @@ class EngineConnections:
                         lambda: _Connection(self, tls),
                         sock=found,
                         ssl=tls,
-                        server_hostname=urlsplit(self.url).hostname if tls else None,
+                        server_hostname=name if tls else None,
                     )
                 except BaseException:
                     found.close()

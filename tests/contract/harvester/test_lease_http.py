@@ -346,16 +346,22 @@ def test_a_bad_token_file_stops_the_start(
         read_token(path)
 
 
+@pytest.mark.parametrize("certificate", [(), ("rosemux-agent.rosemux",)])
 async def test_status_is_shown_by_tls_and_a_token(
-    node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    node: NodeAgent,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    certificate: tuple[str, ...],
 ) -> None:
     authority, token = Authority(tmp_path), token_file(tmp_path, "token", "s" * 32)
     app = application(node, tokens=TokenFile(token))
     async with serving(app) as runner:
-        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=authority.server("agent"))
+        tls = authority.server("agent", *certificate)
+        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=tls)
 
         command = ["status", "--pages", str(tmp_path / "pages"), "--agent", url]
         command += ["--ca-file", str(authority.file), "--token-file", str(token)]
+        command += [word for name in certificate for word in ("--server-name", name)]
         with pytest.raises(SystemExit) as ended:
             await asyncio.to_thread(main, command)
     assert (ended.value.code, "slot0" in capsys.readouterr().out) == (0, True)

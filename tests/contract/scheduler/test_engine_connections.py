@@ -516,3 +516,19 @@ async def test_renewed_certificates_are_for_the_next_request(
         authority.file.write_bytes(authority.file.read_bytes() + b"\n")
         assert await posted(engine) == b"ok"
         assert server.connections == before + 2
+
+
+async def test_an_engine_at_an_address_is_known_by_the_name_in_its_certificate(
+    server: Server, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    url = await server.start(authority.server("engine", "guests.rosemux.svc"))
+    for name, known in (("guests.rosemux.svc", True), ("other.rosemux.svc", False), (None, False)):
+        given = authority.trusted(server_name=name)
+        with closing(EngineConnections(url, connect_s=5.0, credentials=given)) as engine:
+            if known:
+                server.says(TWO)
+                assert await posted(engine) == b"ok"
+                continue
+            with pytest.raises(ConnectionFailed, match="CERTIFICATE_VERIFY_FAILED"):
+                await posted(engine)

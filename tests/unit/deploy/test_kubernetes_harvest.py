@@ -29,6 +29,7 @@ from tests.certificates import Authority, token_file
 from tests.install.page import block
 from tests.unit.harvester.cli.test_guest_command import fake_vllm, said
 
+DOCS = DEPLOY.parent / "docs"
 FOLDER = DEPLOY / "kubernetes-harvest"
 SLOT = "chat"
 Object = dict[str, Any]
@@ -61,8 +62,9 @@ VARIABLES = {each["name"]: each["value"] for each in PRODUCTION["env"]}
 FILES = patches()["ConfigMap"]["data"]
 
 
-def slot_of(template: str = FILES["slot.yaml"], **annotations: str) -> Object:
-    """The slot that discovery makes of a pod with production's patch. Raises ValueError."""
+def slot_of(*gpus: str, **annotations: str) -> Object:
+    """The slot that discovery makes of a pod with production's patch, which states that it runs on
+    `gpus`."""
     metadata = {
         "name": "chat-0",
         "annotations": {f"rosemux.dev/{k}": v for k, v in annotations.items()},
@@ -74,7 +76,10 @@ def slot_of(template: str = FILES["slot.yaml"], **annotations: str) -> Object:
     }
     listed = msgspec.json.decode(msgspec.json.encode({"items": [pod]}), type=PodList)
     (engine,) = found_pods(listed, label=LABEL)
-    return SlotTemplate(yaml.safe_load(template)).slot(engine)
+    template = SlotTemplate(yaml.safe_load(FILES["slot.yaml"]))
+    slots, faults = template.slots([engine], lambda _slot, _engine: gpus)
+    assert faults == []
+    return slots[SLOT]
 
 
 @pytest.fixture
@@ -203,11 +208,27 @@ def test_the_guest_of_the_template_would_start_from_its_pod(
     assert (code, "name the slot's GPUs out of GPU-1, GPU-2" in shown) == (2, True)
 
 
-def test_a_pod_of_a_node_with_several_gpus_names_its_own() -> None:
-    named = FILES["slot.yaml"].replace("# gpus:", "gpus:")
-    assert slot_of(named, gpu="GPU-2")["guest"]["gpus"] == ["GPU-2"]
-    with pytest.raises(ValueError, match=r"no value for \$gpu"):
-        slot_of(named)
+def test_the_guest_of_a_node_with_several_gpus_gets_those_of_production() -> None:
+    assert slot_of("GPU-2", "GPU-3")["guest"]["gpus"] == ["GPU-2", "GPU-3"]
+    assert slot_of(gpu="GPU-2")["guest"]["gpus"] == ["GPU-2"], "where production states none"
+    assert "gpus" not in slot_of()["guest"]
+
+
+def test_discovery_reads_production_s_pages_as_the_agent_does(read: AgentConfig) -> None:
+    _, agents = agents_pod()
+    pod, _ = agents_pod()
+    discover = mounts(pod, agents["discover"])
+    arguments = agents["discover"]["args"]
+    config = Path(arguments[arguments.index("--config") + 1])
+    assert discover[str(config.parent)]["configMap"]["name"] == "rosemux-agent"
+    assert config.name in FILES
+    assert discover[str(read.page_root)] == mounts(pod, agents["agent"])[str(read.page_root)]
+    (pages,) = (
+        each
+        for each in agents["discover"]["volumeMounts"]
+        if each["mountPath"] == str(read.page_root)
+    )
+    assert pages["readOnly"], "it reads only"
 
 
 def test_the_commands_take_their_arguments(
@@ -229,7 +250,8 @@ def test_the_commands_take_their_arguments(
     signed.cert_file.rename(tmp_path / "tls.crt")
     signed.key_file.rename(tmp_path / "tls.key")
     # The proxy reads it as a member of the pod's fsGroup.
-    token_file(tmp_path, "gateway", "g" * 24).chmod(0o440)
+    for name in ("gateway", "data"):
+        token_file(tmp_path, name, name[0] * 24).chmod(0o440)
     rosemux, *arguments = CONTAINERS["proxy"]["args"]
     (mount,) = CONTAINERS["proxy"]["volumeMounts"]
     assert rosemux == "rosemux"
@@ -264,6 +286,22 @@ def test_the_guest_has_no_right_that_it_does_not_need() -> None:
         if not each.get("readOnly") and not each["mountPath"].startswith(("/tmp", "/dev"))
     }
     assert writable == {f"/run/rosemux/{SLOT}", f"/run/rosemux/{LAUNCH_DIRECTORY}"}
+
+
+def test_an_agent_asks_the_guest_in_another_pod_what_it_serves(read: AgentConfig) -> None:
+    """The guest's proxy answers, to a token that changes nothing."""
+    assert read.guests is not None
+    assert read.guests.server_name in (FOLDER / "kustomization.yaml").read_text()
+    spec = patches()["DaemonSet"]["spec"]["template"]["spec"]
+    (agent,) = spec["containers"]
+    (mount,) = agent["volumeMounts"]
+    (volume,) = (each["projected"] for each in spec["volumes"] if each["name"] == mount["name"])
+    items = [item for source in volume["sources"] for item in source["secret"]["items"]]
+    files = {f"{mount['mountPath']}/{item['path']}" for item in items}
+    assert {str(read.guests.token_file), str(read.guests.ca_file)} == files
+    (data,) = (a for a in CONTAINERS["proxy"]["args"] if a.startswith("--data-token-file="))
+    assert Path(data).name == Path(str(read.guests.token_file)).name
+    assert not read.guests.exposed_at(read.slots[0].offered_url)
 
 
 def test_a_guest_gives_way_to_every_pod_and_has_the_time_that_its_unit_has() -> None:
@@ -363,3 +401,16 @@ def test_the_documented_commands_name_what_the_files_have() -> None:
     assert labels == {"rosemux.dev/serving=true", f"rosemux.dev/guest={SLOT}"}
     assert GUEST_POD["nodeSelector"] == {"rosemux.dev/guest": SLOT}
     assert "ROSEMUX_AGENT_MODE=harvest" in commands
+
+
+def test_the_documented_names_of_servers_are_those_of_the_certificates() -> None:
+    """A certificate of an agent or a guest names no address: pods and nodes come and go."""
+    documented = {*re.findall(r"server_name: ([\w.-]+)`", (DOCS / "install.md").read_text())}
+    required = "\n".join(
+        (DEPLOY / name / "kustomization.yaml").read_text()
+        for name in ("kubernetes", "kubernetes-harvest")
+    )
+    certified = {*re.findall(r"tls\.key for the name ([\w.-]+)[,;]", required)}
+    assert documented == certified == {"rosemux-agent.rosemux", "rosemux-guest.rosemux"}
+    monitored = (DEPLOY / "kubernetes" / "monitoring.yaml").read_text()
+    assert {*re.findall(r"serverName: (\S+)", monitored)} <= certified

@@ -17,8 +17,8 @@ from deploy.check_expressions import DEPLOY
 from deploy.observer.sources import GUEST_ONLY
 
 ROOT = DEPLOY.parent
-MOST_FILES = 40
-MOST_BYTES = 170_000
+MOST_FILES = 41
+MOST_BYTES = 173_000
 VLLM = {
     "vllm/__init__.py": "",
     "vllm/v1/__init__.py": "",

@@ -5,19 +5,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harvester.agent import guest_engine
-from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_engine import MISPLACED, GuestEngine, run_with_restarts
+from harvester.agent.guest_placement import misplacement
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.sense import SlotSensor
-from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch
-from harvester.contracts.page import Guest, PageDirectory, PageName
+from harvester.contracts.page import Guest, PageDirectory, PageName, Pulse
 from harvester.contracts.process import ProcessId
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.sample import KillSwitch, LeaseView
@@ -63,7 +65,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 KILLED = f"""
 import asyncio, sys
-from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_engine import MISPLACED, GuestEngine, run_with_restarts
+from harvester.agent.guest_placement import misplacement
 asyncio.run(GuestEngine([sys.executable, "-c", {DEAF!r}, sys.argv[1], "300"], {{}}).run())
 """
 
@@ -291,3 +294,30 @@ def said_on(pages: PageDirectory) -> Guest:
     record = leaving or pages.guest_reader().read_left().record
     assert record is not None
     return record
+
+
+async def test_it_ends_to_start_anew_once_production_runs_on_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another pod in production's place, as the page says: a restart takes its GPUs."""
+    monkeypatch.setattr(guest_engine, "_PLACE_LOOK_S", 0.01)
+    pages = PageDirectory.create(tmp_path / "pages")
+    writer = pages.pulse_writer("production", 0)
+
+    def serves(*gpus: str) -> None:
+        writer.write(Pulse(gpus=gpus), now_ns=monotonic_ns(), ttl_ns=10**11)
+
+    serves("GPU-1")
+    placed = partial(misplacement, ["GPU-1"], pages)
+    running = asyncio.create_task(
+        run_with_restarts(lambda: engine(tmp_path, misplacement=placed), clock=MonotonicClock())
+    )
+    pids = await started(tmp_path)
+    await asyncio.sleep(0.1)
+    serves()
+    await asyncio.sleep(0.1)
+    assert all(map(runs, pids)), "production that states none contradicts nothing"
+    serves("GPU-2")
+    assert await asyncio.wait_for(running, 60) == MISPLACED
+    assert [pid for pid in pids if runs(pid)] == []
+    assert "production runs on GPU-2" in caplog.text

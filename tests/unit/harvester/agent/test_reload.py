@@ -34,7 +34,7 @@ from harvester.interlock_config import (
     AlertsConfig,
     InterlocksConfig,
 )
-from harvester.platform.tls import ServerTls
+from harvester.platform.tls import Credentials, ServerTls
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import Mode
 from harvester.policy.slot import SlotPolicy
@@ -43,12 +43,14 @@ from harvester.policy.slot import SlotPolicy
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
 Where = tuple[str, ...]
 FILES: dict[str, Any] = {
-    name: Path("/f") for name in ("token_file", "ca_file", "cert_file", "key_file")
+    "server_name": "agents.example",
+    **{name: Path("/f") for name in ("token_file", "ca_file", "cert_file", "key_file")},
 }
 FULL = AgentConfig(
     kill_switch_file=Path("/k"),
     stop_file=Path("/s"),
     slots_file=Path("/more"),
+    guests=Credentials(**FILES),
     interlocks=InterlocksConfig(
         alerts=AlertsConfig(url="http://127.0.0.1:9090", alerts=(AlertConfig(name="A"),), **FILES),
         accelerators=AcceleratorsConfig(

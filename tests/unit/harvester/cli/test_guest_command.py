@@ -180,6 +180,23 @@ def test_no_guest_starts_beside_production_that_does_not_fit(
     assert "harvest replicas of one node" in shown
 
 
+def test_no_guest_starts_on_a_gpu_of_another_production(
+    tmp_path: Path,
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    driver("GPU-1, Default\\nGPU-2, Default\\n")
+    pages = PageDirectory.create(tmp_path / "pages/slot0")
+    writer = pages.pulse_writer("production", 0)
+    for used, code in ((("GPU-2",), 75), (("GPU-1", "GPU-2"), 0), ((), 0)):
+        writer.write(Pulse(gpus=used), now_ns=monotonic_ns(), ttl_ns=10**11)
+        left, shown = said(write("gpus: [GPU-1]"), capsys)
+        assert left == code, shown
+        refused = "would be on GPU-1, and production runs on GPU-2: name those in guest.gpus"
+        assert (refused in shown) is bool(code)
+
+
 def test_a_guest_of_a_user_that_the_agent_would_not_believe_is_not_started(
     tmp_path: Path,
     write: Write,

@@ -3,6 +3,7 @@
 import msgspec
 
 from harvester.contracts.page import (
+    MOST_GPUS,
     Calibration,
     EngineCore,
     ProductionModel,
@@ -61,3 +62,7 @@ def test_the_fullest_pulse_fits_into_its_page() -> None:
         ),
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(pulse)) <= MAX_RECORD_BYTES
+    # An unfit engine states no GPUs.
+    uuids = (f"GPU-{'x' * 36}",) * MOST_GPUS
+    fit = msgspec.structs.replace(pulse, unfit="", gpus=uuids)
+    assert len(msgspec.msgpack.encode(fit)) <= MAX_RECORD_BYTES

@@ -38,6 +38,7 @@ def test_a_pod_is_an_engine_with_its_own_values() -> None:
         DiscoveredEngine(
             slot="chat",
             origin="pod serving/a",
+            instance="1",
             host="10.1.2.3",
             port="8000",
             values={"guest_port": "8003", "node": "n", "node_ip": "192.0.2.21"},

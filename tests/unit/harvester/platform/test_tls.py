@@ -4,20 +4,23 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.platform.bearer import TokenFile, read_token
+from harvester.platform.blocking_peer import BlockingPeer
 from harvester.platform.http_kit import listen, serving
 from harvester.platform.peer import Peer
 from harvester.platform.renewed import Renewed
 from harvester.platform.tls import Credentials, ServerTls, open_to_network, server_tls
 from tests.certificates import Authority, token_file
 
+SERVICE = "rosemux-agent.rosemux.svc"
 NEW, OLD = "n" * 20, "o" * 20
 
 
@@ -63,6 +66,49 @@ async def test_a_server_is_believed_by_its_authority_alone(
     async with server(authority.server("elsewhere", "10.0.0.9")) as url:
         with pytest.raises(aiohttp.ClientConnectorCertificateError, match="mismatch"):
             await answer(url, authority.trusted())
+
+
+async def test_a_server_at_an_address_is_known_by_the_name_in_its_certificate(
+    authority: Authority,
+) -> None:
+    """A pod's address changes; its certificate names the Service."""
+    known, mistaken = (
+        authority.trusted(server_name=name) for name in (SERVICE, "another.rosemux.svc")
+    )
+    async with server(authority.server("pod", SERVICE)) as url:
+        assert "127.0.0.1" in url
+        assert await answer(url, known) == (200, "none")
+        for refused in (authority.trusted(), mistaken):
+            with pytest.raises(aiohttp.ClientConnectorCertificateError, match="mismatch"):
+                await answer(url, refused)
+        peer = BlockingPeer.at(url, known, name="agent")
+        asked = partial(peer.answer, "/", timeout_s=5.0, most_bytes=100)
+        assert await asyncio.to_thread(asked) == b"none"
+        stranger = BlockingPeer.at(url, mistaken, name="agent")
+        refused_call = partial(stranger.answer, "/", timeout_s=5.0, most_bytes=100)
+        with pytest.raises(Exhausted, match=r"another\.rosemux\.svc"):
+            await asyncio.to_thread(refused_call)
+
+
+async def test_peers_of_one_session_and_address_have_each_its_own_name(
+    authority: Authority,
+) -> None:
+    """A connection of one peer, kept open, is none of another peer, who knows another server."""
+    async with server(authority.server("pod", SERVICE)) as url, aiohttp.ClientSession() as session:
+        for name, known in ((SERVICE, True), ("another.rosemux.svc", False)):
+            peer = Peer(session, url, authority.trusted(server_name=name))
+            if known:
+                async with peer.get("/") as reply:
+                    assert await reply.text() == "none"
+                continue
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await peer.get("/").__aenter__()
+
+
+@pytest.mark.parametrize("name", ["", ".svc", "a..b", "a b", "a/b", f"{'a' * 64}.svc", "ä.svc"])
+def test_a_server_s_name_that_no_certificate_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="server_name"):
+        Credentials(server_name=name)
 
 
 async def test_connections_that_begin_no_tls_make_room(authority: Authority) -> None:
