@@ -66,7 +66,7 @@ async def test_a_server_is_believed_by_its_authority_alone(
 
 
 async def test_connections_that_begin_no_tls_make_room(authority: Authority) -> None:
-    async with server(authority.server("server"), connections=4) as url, asyncio.timeout(20):
+    async with server(authority.server("server"), connections=4) as url, asyncio.timeout(30):
         port = int(url.rpartition(":")[2])
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         assert await answer(url, authority.trusted()) == (200, "none")
