@@ -89,7 +89,7 @@ class Served:
         return answer
 
     async def until_sampled(self, tokens: int) -> None:
-        """Of a gateway: waits until it has this many tokens of the job's turns, open ones too."""
+        """Waits until the gateway has this many tokens of the job's turns, open ones included."""
         await self.until(
             "/v1/status", lambda said: sum(said["jobs"]["job"]["tokens"].values()) >= tokens
         )
