@@ -332,6 +332,7 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     await service.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
     await dedicated.until("/_fake", lambda looked: looked["version"] == 2)
     await service.post("/v1/jobs/job/harvesting", {"enabled": False})
+    await service.until("/v1/status", lambda said: not said["leases"])
     later = asyncio.create_task(_generate(service, "later", 20))
     await service.until("/v1/status", lambda said: said["queued_turns"] == 1)
     await service.post("/v1/jobs/job/dedicated", {"enabled": True})

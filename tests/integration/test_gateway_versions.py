@@ -73,7 +73,8 @@ async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gat
     assert looked["updated"] == {"store": "job.store", "version": 1, "adapter": "policy"}
     await publish(service, 2)
     looked = await engine.get("/_fake")
-    assert looked["staged"][0][:3] == ["job.store", 2, "policy"]
+    # An engine that is up at the first publish has prepared that version as well.
+    assert next(one for one in looked["staged"] if one[1] == 2)[:3] == ["job.store", 2, "policy"]
     await publish(service, 1, job="whole")
     await service.post("/v1/jobs/whole/activate", {})
     await service.until("/v1/status", lambda s: s["active_job"] == "whole" and s["settled"])
