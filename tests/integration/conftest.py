@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,16 @@ from harvester.contracts.wire.leases import (
 from tests.integration.forked_program import ForkedProgram
 
 HERE = Path(__file__).parent
+PATIENT = {
+    "connect_s": 30.0,
+    "stall_s": 60.0,
+    "guest_stall_s": 60.0,
+    "guest_tail_stall_s": 60.0,
+    "queue_s": 60.0,
+    "agent_s": 30.0,
+}
+"""Timeouts of a gateway for tests of something else: a busy machine is silent for seconds, and
+engines, agents and places are then as well as before."""
 _GATEWAY = (
     "import sys; from pathlib import Path; from scheduler.gateway.serve_command import gateway; "
     "gateway(Path(sys.argv[1]))"
@@ -47,7 +57,10 @@ class Served:
     def kill(self, number: int = signal.SIGKILL) -> int:
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
-        status = self.process.wait(timeout=15)
+            # A test that fails leaves what it has stopped, and pytest would wait for it at its end.
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGCONT)
+        status = self.process.wait(timeout=60)
         if self.process.stdout is not None:
             self.process.stdout.close()
         return status
@@ -64,7 +77,7 @@ class Served:
         ):
             return response.status, await response.json()
 
-    async def until(self, path: str, holds: Callable[[Any], bool], *, within_s: float = 10) -> Any:
+    async def until(self, path: str, holds: Callable[[Any], bool], *, within_s: float = 60) -> Any:
         """Poll a GET route until its answer fits; fails with the last answer."""
         answer = None
         try:
@@ -75,15 +88,27 @@ class Served:
             pytest.fail(f"{path} never became so: {answer}")
         return answer
 
+    async def until_sampled(self, tokens: int) -> None:
+        """Waits until the gateway has this many tokens of the job's turns, open ones included."""
+        await self.until(
+            "/v1/status", lambda said: sum(said["jobs"]["job"]["tokens"].values()) >= tokens
+        )
+
 
 @pytest.fixture
 def fake_engine() -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
     def start(
-        *, step_s: float = 0.002, port: int = 0, epoch: int | None = None, stock: bool = False
+        *,
+        step_s: float = 0.002,
+        port: int = 0,
+        epoch: int | None = None,
+        stock: bool = False,
+        holds_at: int = 0,
     ) -> Served:
         arguments = [str(HERE / "fake_engine.py"), "--step-s", str(step_s), "--port", str(port)]
+        arguments += ["--holds-at", str(holds_at)]
         if epoch is not None:
             arguments += ["--epoch", str(epoch)]
         arguments += ["--stock"] * stock
@@ -107,7 +132,7 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
             for index, engine in enumerate(engines)
         ]
         given = {"port": 0, "engines": listed, "jobs": [{"id": "job"}], **settings}
-        given["timeouts"] = {"health_s": 0.1, "queue_s": 10, **given.get("timeouts", {})}
+        given["timeouts"] = {**PATIENT, "health_s": 0.1, **given.get("timeouts", {})}
         path = tmp_path / f"gateway{len(started)}.json"
         path.write_text(json.dumps(given))
         program = limit * bool(descriptors) + _GATEWAY

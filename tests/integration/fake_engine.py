@@ -71,6 +71,8 @@ class FakeEngine:
     in_doubt: bool = False
     """Whether its weights are half-written, as by an update that failed."""
     stalled: bool = False
+    holds_at: int = 0
+    """The token before which each stream waits, for as long as this is set; 0: none waits."""
     ends_after: int = 0
     """Tokens after which the next stream ends whole and without a finish reason, once."""
     breaks_after: int = 0
@@ -152,6 +154,11 @@ class FakeEngine:
 
     async def weight_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
+
+    def waits_at(self, token: int) -> bool:
+        """Whether a stream's token, counted from 1, is not made yet."""
+        waits = self.stalled or self.silent or not self.running.is_set()
+        return waits or self.holds_at == token
 
     @property
     def identity(self) -> str:
@@ -380,7 +387,7 @@ class FakeEngine:
         await asyncio.sleep(self.prefill_s)
         for made in range(1, sampling["max_tokens"] + 1):
             await asyncio.sleep(self.step_s)
-            while self.stalled or self.silent or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
+            while self.waits_at(made):  # noqa: ASYNC110 - set over HTTP
                 await asyncio.sleep(0.01)
             if meant not in ("", self.identity):
                 return
@@ -453,9 +460,14 @@ async def main() -> None:
     parser.add_argument("--epoch", default=None)
     parser.add_argument("--context", type=int, default=1 << 20)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--holds-at", type=int, default=0)
     options = parser.parse_args()
     engine = FakeEngine(
-        step_s=options.step_s, epoch=options.epoch, context=options.context, stock=options.stock
+        step_s=options.step_s,
+        epoch=options.epoch,
+        context=options.context,
+        stock=options.stock,
+        holds_at=options.holds_at,
     )
     runner = web.AppRunner(
         engine.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, SlotId
 from harvester.platform.http_kit import listen, serving
 from harvester.platform.tenants import Tenants
@@ -19,6 +19,7 @@ from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.model import Engine, EngineKind, Lease
+from tests.integration.conftest import PATIENT
 from tests.integration.fake_engine import FakeEngine, next_token
 from tests.integration.openapi_replies import check_reply
 
@@ -77,7 +78,7 @@ class GatewayInProcess:
         check_reply("GET", path, response.status, reply)
         return response.status, reply
 
-    async def until(self, holds: Callable[[], Any], *, timeout_s: float = 10.0) -> None:
+    async def until(self, holds: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
         """Waits for a fact of this process, looking often."""
         async with asyncio.timeout(timeout_s):
             while not holds():  # noqa: ASYNC110 - facts without an event
@@ -148,12 +149,14 @@ async def gateway_on(
     tls: ServerTls | None = None,
     state: Path | None = None,
     watch: Callable[[web.Application], None] = lambda _: None,
+    clock: Clock | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayInProcess]:
     """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`.
 
     `tokens`: the tenants' file; without it every client is trusted. `state`: the state file.
-    `watch` is called with the application before it is served.
+    `watch` is called with the application before it is served. `clock`: the gateway's, for times of
+    which a test says when they are over.
     """
     sites, urls = [], []
     for engine in engines:
@@ -163,8 +166,8 @@ async def gateway_on(
         urls.append(sites[-1].url if isinstance(engine, FakeEngine) else engine)
     listed = [{"id": f"e{at}", "url": url, "concurrency": 8} for at, url in enumerate(urls)]
     given = {"port": 0, "engines": listed, "jobs": [{"id": "job"}], **settings}
-    given["timeouts"] = {"health_s": 0.05, "queue_s": 10, **given.get("timeouts", {})}
-    parsed, clock = GatewaySettings.model_validate(given), MonotonicClock()
+    given["timeouts"] = {**PATIENT, "health_s": 0.05, **given.get("timeouts", {})}
+    parsed, clock = GatewaySettings.model_validate(given), clock or MonotonicClock()
     async with aiohttp.ClientSession() as session:
         scheduler = Scheduler(parsed, clock, SchedulerState(state), session)
         await scheduler.start()

@@ -61,7 +61,7 @@ class SmallAgent(Agent):
         (self.state / "fill").unlink()
 
     def metrics(self) -> str:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as reply:
             return str(reply.read().decode())
 
     def state_of(self, slot: str) -> tuple[str, str]:
@@ -101,7 +101,7 @@ def test_a_full_disk_withdraws_the_slot_until_there_is_room_again(
     wait_for(lambda: agent.mode() == "closed")
     wait_for(lambda: agent.state_of("slot0")[0] == "off")
     assert "No space left on device" in agent.state_of("slot0")[1]
-    body = {"request_id": "r2", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 10}
+    body = {"request_id": "r2", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 60}
     assert agent.call("POST", "/v1/leases", body)["type"] == "refused"
     assert 'harvester_unrecorded{slot="slot0"} 1.0' in agent.metrics()
     agent.make_room()
@@ -114,7 +114,7 @@ def test_a_full_disk_withdraws_the_slot_until_there_is_room_again(
     # Before it ends: its mounts go with it.
     copy = agent.root / "journal"
     copy.write_bytes((agent.state / "slot0.journal").read_bytes())
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=60) == 0
     assert replay_journal(copy).difference is None
 
 
@@ -123,7 +123,7 @@ def test_sigterm_ends_an_agent_cleanly_on_a_full_disk(agent: SmallAgent, beats: 
     agent.fill()
     agent.line("is withdrawn")
     agent.process.terminate()
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=60) == 0
     assert agent.process.stderr is not None
     assert "Traceback" not in agent.process.stderr.read().decode()
 
@@ -152,6 +152,6 @@ def test_a_guest_that_owes_memory_is_ended_on_a_full_disk(agent: SmallAgent) -> 
         agent.fill()
         agent.line("is withdrawn")
         guest.speak(kv_usage_ratio=0.97)
-        assert guest.process.wait(timeout=20) == -9
+        assert guest.process.wait(timeout=60) == -9
         done = 'harvester_guest_actions_total{action="kill",outcome="done",slot="slot0"} 1.0'
         wait_for(lambda: done in agent.metrics())

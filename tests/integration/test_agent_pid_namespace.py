@@ -23,7 +23,7 @@ class FarAgent(Agent):
         self.url = "http://" + self.line(r"listens on (\S+:\d+)").group(1)
 
     def kills(self, outcome: str) -> float:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()
         series = f'harvester_guest_actions_total{{action="kill",outcome="{outcome}",slot="slot0"}} '
         (line,) = [line for line in lines if line.startswith(series)]
@@ -48,7 +48,7 @@ def test_a_kill_that_never_happened_is_counted_as_that_and_quarantines(agent: Fa
         guest.speak(kv_usage_ratio=0.2)
         agent.take("r1")
         guest.speak(kv_usage_ratio=0.97)
-        wait_for(lambda: agent.kills("failed"), seconds=20)
+        wait_for(lambda: agent.kills("failed"))
         wait_for(lambda: agent.offer()["state"] == "quarantined")
         reason = agent.offer()["reason"]
         assert "could not be ended" in reason

@@ -45,10 +45,11 @@ async def test_an_engine_whose_log_probabilities_are_not_the_policys_serves_no_t
     site, raw = Site(), FakeEngine(step_s=0.001, epoch=None)
     raw.logprobs_mode = "raw_logprobs"
     await site.serve(raw.app())
-    dedicated, limits = {"e0": site.url}, RetryLimits(give_up_s=0.5)
+    dedicated, limits = {"e0": site.url}, RetryLimits(attempts_max=3, first_wait_s=0.001)
     async with AsyncRolloutClient(
         "http://127.0.0.1:1", "job", dedicated=dedicated, silence_s=0.1, retries=limits
     ) as client:
+        client._watch._silence.silent = True
         with pytest.raises(Exhausted, match="--logprobs-mode processed_logprobs"):
             await client.generate([4, 5, 6], {"max_tokens": 3})
     await site.close()
@@ -60,10 +61,11 @@ async def test_a_token_beyond_the_engines_own_vocabulary_is_in_no_turn_without_t
     site, small = Site(), FakeEngine(step_s=0.001, epoch=None)
     small.vocabulary = 1
     await site.serve(small.app())
-    dedicated, limits = {"e0": site.url}, RetryLimits(give_up_s=0.5)
+    dedicated, limits = {"e0": site.url}, RetryLimits(attempts_max=3, first_wait_s=0.001)
     async with AsyncRolloutClient(
         "http://127.0.0.1:1", "job", dedicated=dedicated, silence_s=0.1, retries=limits
     ) as client:
+        client._watch._silence.silent = True
         with pytest.raises(Exhausted, match="not below 1"):
             await client.generate([4, 5, 6], {"max_tokens": 3})
     await site.close()
@@ -82,7 +84,7 @@ async def test_a_reply_that_does_not_end_its_turn_is_not_requested_again_without
     await site.serve(app)
     limits = RetryLimits(attempts_max=3, first_wait_s=0.001)
     async with AsyncRolloutClient(site.url, "job", fallback=False, retries=limits) as client:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             with pytest.raises(Exhausted, match="does not end the turn"):
                 await client.generate([4, 5, 6], {"max_tokens": 3})
     assert requests == 3

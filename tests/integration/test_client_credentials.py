@@ -112,7 +112,7 @@ async def test_a_pin_is_waited_for_once_and_no_longer_than_its_patience() -> Non
     async with (
         gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway,
         AsyncRolloutClient(gateway.url, "job") as client,
-        asyncio.timeout(10),
+        asyncio.timeout(30),
     ):
         pin = VersionPin(exact=5, wait_s=0.2)
         with pytest.raises(Exhausted, match="version 5 is served nowhere"):

@@ -59,7 +59,7 @@ class Units:
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_an_agent_that_was_killed_has_its_found_slots_again(
     def slots() -> list[str]:
         return [slot["slot"] for slot in agent.call("GET", "/v1/slots")["slots"]]
 
-    wait_for(lambda: slots() == ["a"], seconds=20)
+    wait_for(lambda: slots() == ["a"])
     agent.kill()
     units.end()
     agent.start()

@@ -67,7 +67,7 @@ async def test_an_engine_that_is_gone_is_down_at_the_first_broken_stream() -> No
     async with gateway_on(slow, fake(), timeouts={"health_s": 30, "connect_s": 0.5}) as gateway:
         await gateway.publish(1)
         turns = [asyncio.create_task(gateway.generate(f"t{each}", 60)) for each in range(6)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not slow.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

@@ -15,7 +15,7 @@ def fake(context: int, *, step_s: float = 0.001, stock: bool = False) -> FakeEng
 
 
 async def serving(gateway, *engines: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             status = (await gateway.status())["engines"]
             if all(status[engine]["state"] == "serving" for engine in engines):
@@ -47,7 +47,7 @@ async def test_a_turn_whose_engine_is_lost_keeps_its_tokens_and_waits_for_a_larg
     async with gateway_on(large, fake(SMALL)) as gateway:
         await serving(gateway, "e0", "e1")
         turn = asyncio.create_task(gateway.generate("t", 100))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not large.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

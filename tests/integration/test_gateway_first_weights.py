@@ -19,7 +19,7 @@ def failing() -> FakeEngine:
 
 
 async def test_an_engine_that_a_failed_update_paused_serves_its_first_weights_again() -> None:
-    async with gateway_on(failing(), **BRIEF) as gateway, asyncio.timeout(10):
+    async with gateway_on(failing(), **BRIEF) as gateway, asyncio.timeout(30):
         assert (await gateway.publish(1))[0] == 503
         assert (await gateway.post("/v1/jobs/base/activate", {}))[0] == 200
         status, reply = await gateway.post("/inference/v1/generate", TURN, BASE)
@@ -31,7 +31,7 @@ async def test_a_guest_that_an_earlier_lease_left_paused_serves_its_first_weight
     guest = FakeEngine(step_s=0.001, epoch="1")
     guest.slot = "s"
     guest.running.clear()
-    async with gateway_on("http://127.0.0.1:9") as gateway, asyncio.timeout(10):
+    async with gateway_on("http://127.0.0.1:9") as gateway, asyncio.timeout(30):
         await gateway.add_guest(guest)
         assert (await gateway.generate("r", 4))[1]["finish_reason"] == "length"
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -34,7 +35,7 @@ async def _generate(service, name: str, max_tokens: int):
 @LOST
 async def test_a_lost_message_costs_a_repetition_and_never_a_second_lease(fake_agent, lost) -> None:
     async with aiohttp.ClientSession() as session:
-        client = AgentClient(session, fake_agent.url, timeout_s=1.0)
+        client = AgentClient(session, fake_agent.url, timeout_s=30.0)
         setattr(fake_agent, lost, 1)
         taken = await client.take(REQUEST)
         assert isinstance(taken, LeaseGranted)
@@ -52,7 +53,7 @@ async def test_an_agent_that_stays_silent_is_exhausted_and_the_same_request_may_
     fake_agent, lost
 ) -> None:
     async with aiohttp.ClientSession() as session:
-        client = AgentClient(session, fake_agent.url, timeout_s=1.0)
+        client = AgentClient(session, fake_agent.url, timeout_s=30.0)
         setattr(fake_agent, lost, 2)
         with pytest.raises(Exhausted, match="does not answer"):
             await client.take(REQUEST)
@@ -63,18 +64,25 @@ async def test_an_agent_that_stays_silent_is_exhausted_and_the_same_request_may_
         assert isinstance(ended, LeaseEnded)
 
 
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - set over HTTP
+            await asyncio.sleep(0.05)
+
+
 def _agents(agent) -> dict:
     return {
         "agents": [{"id": "agent", "url": agent.url}],
         "capacity_period_s": 0.1,
-        "capacity": {"duration_s": 3.0, "margin_s": 0.5, "spill_ratio": 0.5},
+        # A busy machine renews late.
+        "capacity": {"duration_s": 60.0, "margin_s": 0.5, "spill_ratio": 0.5},
     }
 
 
 async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives_it_back(
     fake_engine, gateway, fake_agent
 ) -> None:
-    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    dedicated, guest = fake_engine(holds_at=75), fake_engine(holds_at=75, epoch=1)
     fake_agent.engine_url = guest.url
     service = gateway(dedicated, **_agents(fake_agent))
     await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
@@ -83,6 +91,7 @@ async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives
     assert (await guest.get("/_fake"))["version"] == 1
     status, _ = await service.post("/v1/jobs/job/harvesting", {"enabled": False})
     assert status == 200
+    await dedicated.post("/_fake", {"holds_at": 0})
     await guest.until("/_fake", lambda looked: looked["open"] == 0)
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
@@ -107,7 +116,7 @@ async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives
 async def test_an_offered_engine_proves_that_it_is_the_slots_guest_before_anything_is_sent(
     fake_engine, gateway, fake_agent, engine, fault
 ) -> None:
-    dedicated, other = fake_engine(step_s=0.01), fake_engine(step_s=0.01)
+    dedicated, other = fake_engine(holds_at=75), fake_engine(holds_at=75)
     await other.post("/_fake", engine)
     fake_agent.engine_url = other.url
     service = gateway(dedicated, **_agents(fake_agent))
@@ -122,6 +131,8 @@ async def test_an_offered_engine_proves_that_it_is_the_slots_guest_before_anythi
         assert fault in slot["reason"]
     # Version 0 has no weight call: the next one has.
     await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    for each in (dedicated, other):
+        await each.post("/_fake", {"holds_at": 0})
     replies = await asyncio.gather(*turns)
     assert [status for status, _ in replies] == [200] * len(turns)
     looked = await other.get("/_fake")
@@ -133,14 +144,15 @@ async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
     fake_engine, gateway, fake_agent, another_agent, tmp_path
 ) -> None:
     agents = {"a": fake_agent, "b": another_agent}
-    guests = [fake_engine(step_s=0.01, epoch=1) for _ in agents]
+    guests = [fake_engine(holds_at=75, epoch=1) for _ in agents]
     for agent, guest in zip(agents.values(), guests, strict=True):
         agent.engine_url = guest.url
     settings = _agents(fake_agent) | {
         "agents": [{"id": name, "url": agent.url} for name, agent in agents.items()],
         "state_file": str(tmp_path / "state.sqlite"),
     }
-    service = gateway(fake_engine(step_s=0.01), **settings)
+    dedicated = fake_engine(holds_at=75)
+    service = gateway(dedicated, **settings)
     turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(16)]
     for guest in guests:
         await guest.until("/_fake", lambda looked: looked["open"] == 4)
@@ -151,6 +163,8 @@ async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
         ("b.slot", "b"),
     }
     assert said["silent_agents"] == {}
+    for engine in (dedicated, *guests):
+        await engine.post("/_fake", {"holds_at": 0})
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         assert len(reply["choices"][0]["token_ids"]) == 150
@@ -170,11 +184,11 @@ async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
         (
             1,
             False,
-            2.5,
+            5.0,
             {
                 "capacity_period_s": 1.0,
                 "capacity": {"spill_ratio": 0.5},
-                "timeouts": {"agent_s": 3.0},
+                "timeouts": {"agent_s": 6.0},
             },
         ),
     ],
@@ -191,7 +205,9 @@ async def test_an_agent_that_falls_silent_costs_no_other_agents_lease(
             agent.engine_url, agent.duration_s = guests[-1].url, ttl_s
             agents.append(agent)
         listed = [{"id": f"a{n}", "url": each.url} for n, each in enumerate(agents)]
-        given = {**_agents(agents[0]), **settings, "agents": listed}
+        short = _agents(agents[0])
+        short["capacity"]["duration_s"] = 6.0
+        given = {**short, "timeouts": {"agent_s": 2.0}, **settings, "agents": listed}
         service = gateway(fake_engine(step_s=0.02), **given)
         count = 8 + 4 * len(agents)
         turns = [asyncio.create_task(_generate(service, f"r{n}", 5000)) for n in range(count)]
@@ -201,21 +217,24 @@ async def test_an_agent_that_falls_silent_costs_no_other_agents_lease(
             agent.silent = True
             if doubted:
                 await guest.post("/_fake", {"epoch": "9"})
-        await asyncio.sleep(5.0)
-        said = await service.until("/v1/status", lambda s: len(s["silent_agents"]) == silent)
+        said = await service.until(
+            "/v1/status", lambda s: (len(s["leases"]), len(s["silent_agents"])) == (1, silent)
+        )
         assert said["silent_agents"].keys() == {each["id"] for each in listed[1:]}
         assert [each["agent"] for each in said["leases"]] == ["a0"]
+        renewals = agents[0].calls.count("renew 0-1")
+        await _until(lambda: agents[0].calls.count("renew 0-1") > renewals)
         looked = await guests[0].get("/_fake")
         assert (looked["open"], looked["aborted"]) == (4, 0)
         assert sum(call.startswith("take") for call in agents[0].calls) == 1
-        service.kill(signal.SIGTERM)
+        await asyncio.to_thread(service.kill, signal.SIGTERM)
         await asyncio.gather(*turns)
 
 
 async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
     fake_engine, gateway, fake_agent
 ) -> None:
-    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    dedicated, guest = fake_engine(holds_at=75), fake_engine(holds_at=75, epoch=1)
     fake_agent.engine_url = guest.url
     service = gateway(dedicated, **_agents(fake_agent))
     turns = [asyncio.create_task(_generate(service, f"r{n}", 100)) for n in range(14)]
@@ -224,6 +243,7 @@ async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
     more = [asyncio.create_task(_generate(service, f"s{n}", 30)) for n in range(8)]
     await asyncio.sleep(0.3)
     guest.kill(signal.SIGKILL)
+    await dedicated.post("/_fake", {"holds_at": 0})
     for status, reply in await asyncio.gather(*turns, *more):
         assert status == 200
         assert reply["choices"][0]["finish_reason"] == "length"
@@ -232,7 +252,7 @@ async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
 async def test_a_grant_that_reaches_the_guest_after_the_lease_reached_us_costs_no_lease(
     fake_engine, gateway, fake_agent
 ) -> None:
-    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=0)
+    dedicated, guest = fake_engine(holds_at=75), fake_engine(holds_at=75, epoch=0)
     fake_agent.engine_url = guest.url
     service = gateway(dedicated, **_agents(fake_agent))
     turns = [asyncio.create_task(_generate(service, f"r{n}", 200)) for n in range(14)]
@@ -241,6 +261,8 @@ async def test_a_grant_that_reaches_the_guest_after_the_lease_reached_us_costs_n
     )
     await guest.post("/_fake", {"epoch": "1"})
     await guest.until("/_fake", lambda looked: looked["open"] > 0)
+    for engine in (dedicated, guest):
+        await engine.post("/_fake", {"holds_at": 0})
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         assert len(reply["choices"][0]["token_ids"]) == 200
@@ -252,13 +274,14 @@ async def test_leases_are_renewed_while_used_and_given_back_at_the_end(
 ) -> None:
     dedicated, guest = fake_engine(step_s=0.02), fake_engine(step_s=0.02, epoch=1)
     fake_agent.engine_url = guest.url
-    service = gateway(dedicated, **_agents(fake_agent))
+    agents = _agents(fake_agent)
+    agents["capacity"]["duration_s"] = 8.0
+    service = gateway(dedicated, **agents)
     turns = [asyncio.create_task(_generate(service, f"r{n}", 5000)) for n in range(12)]
     await guest.until("/_fake", lambda looked: looked["open"] == 4)
-    await asyncio.sleep(2.5)
+    await _until(lambda: any(call.startswith("renew") for call in fake_agent.calls))
     assert (await guest.get("/_fake"))["open"] == 4
-    assert any(call.startswith("renew") for call in fake_agent.calls)
-    service.kill(signal.SIGTERM)
+    await asyncio.to_thread(service.kill, signal.SIGTERM)
     await asyncio.gather(*turns)
     assert fake_agent.calls[-1] == "release lease1"
 
@@ -283,7 +306,7 @@ async def test_a_restarted_gateway_adopts_the_leases_it_held(
 async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     fake_engine, gateway, fake_agent
 ) -> None:
-    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    dedicated, guest = fake_engine(holds_at=75), fake_engine(holds_at=75, epoch=1)
     fake_agent.engine_url = guest.url
     agents = _agents(fake_agent)
     # Below its dedicated places a job leases nothing.
@@ -293,12 +316,13 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(3)]
     await dedicated.until("/_fake", lambda looked: looked["open"] == 3)
     assert fake_agent.lease is None
-    # Some tokens each, of some 150 that take a second and a half.
-    await asyncio.sleep(0.4)
+    await service.until_sampled(3 * 74)
     status, told = await service.post("/v1/jobs/job/dedicated", {"enabled": False})
     assert (status, told) == (200, {"job": "job", "dedicated": False})
     await guest.until("/_fake", lambda looked: looked["open"] == 3)
     await dedicated.until("/_fake", lambda looked: looked["open"] == 0)
+    for engine in (dedicated, guest):
+        await engine.post("/_fake", {"holds_at": 0})
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         (choice,) = reply["choices"]
@@ -308,6 +332,7 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     await service.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
     await dedicated.until("/_fake", lambda looked: looked["version"] == 2)
     await service.post("/v1/jobs/job/harvesting", {"enabled": False})
+    await service.until("/v1/status", lambda said: not said["leases"])
     later = asyncio.create_task(_generate(service, "later", 20))
     await service.until("/v1/status", lambda said: said["queued_turns"] == 1)
     await service.post("/v1/jobs/job/dedicated", {"enabled": True})

@@ -58,7 +58,7 @@ async def served(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Gateway
 
 
 async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - of objects without an event
             await asyncio.sleep(0.005)
 

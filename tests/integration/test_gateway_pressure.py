@@ -133,7 +133,7 @@ async def chunked(service: GatewayInProcess, name: str, *, filler: str = "s") ->
 async def refused(service: GatewayInProcess, route: str, body: dict[str, Any]) -> tuple[int, str]:
     """The status, and its delay until the next try."""
     async with (
-        asyncio.timeout(10),
+        asyncio.timeout(30),
         aiohttp.ClientSession() as session,
         session.post(service.url + route, json=body) as response,
     ):
@@ -227,7 +227,7 @@ async def test_a_body_that_comes_slowly_is_refused_in_the_dialects_form_and_coun
         address = service.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(address[0], int(address[1]))
         writer.write(f"POST {route} HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{{".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"Content-Length: (\d+)", head)
             assert length is not None
@@ -240,7 +240,7 @@ async def test_a_body_that_comes_slowly_is_refused_in_the_dialects_form_and_coun
 
 
 async def until(holds: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - of objects without an event
             await asyncio.sleep(0.005)
 

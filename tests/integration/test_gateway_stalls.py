@@ -100,7 +100,7 @@ async def test_turns_leave_a_hung_engine_for_the_places_that_there_are() -> None
 
 
 async def test_a_turn_without_a_token_is_not_given_up_for_another_job_s_phase() -> None:
-    (engine, _), stuck_s = fakes(prefill_s=0.0), 1.0
+    (engine, _), stuck_s = fakes(prefill_s=0.0), 3.0
     async with gateway_on(engine, timeouts={"stuck_s": stuck_s}) as gateway:
         await gateway.publish(1)
         turn = asyncio.create_task(gateway.generate("t", 400))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import Site, gateway_on
+from tests.virtual_clock import VirtualClock
 
 ON_FOR_A_MOMENT = {"enabled": True, "for_s": 0.6}
 
@@ -17,7 +18,7 @@ def _leasing(agent: Any) -> dict[str, Any]:
         "agents": [{"id": "agent", "url": agent.url}],
         "jobs": [{"id": "job", "harvesting": False}],
         "capacity_period_s": 0.1,
-        "capacity": {"duration_s": 3.0, "margin_s": 0.5, "spill_ratio": 0.0},
+        "capacity": {"duration_s": 60.0, "margin_s": 0.5, "spill_ratio": 0.0},
     }
 
 
@@ -27,13 +28,13 @@ def _engine(*, epoch: str | None = None) -> FakeEngine:
 
 async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> None:
     dedicated, guest, at_agent = _engine(), _engine(epoch="1"), Site()
+    clock = VirtualClock(1000.0)
     await at_agent.serve(guest.app())
     fake_agent.engine_url = at_agent.url
-    async with gateway_on(dedicated, **_leasing(fake_agent)) as gateway:
+    async with gateway_on(dedicated, clock=clock, **_leasing(fake_agent)) as gateway:
         gateway.sites.append(at_agent)
         await gateway.publish(1)
         for switch in ("dedicated", "harvesting"):
-            # Long enough for turns to begin on both engines of a busy machine.
             body = {"enabled": True, "for_s": 4.0}
             status, _ = await gateway.post(f"/v1/jobs/job/{switch}", body)
             assert status == 200
@@ -41,6 +42,7 @@ async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> N
         async with asyncio.timeout(30.0):
             while not guest.open or not dedicated.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+            clock.now_s += 4.0
             while guest.open or dedicated.open or fake_agent.lease:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         said = (await gateway.status())["jobs"]["job"]
@@ -53,15 +55,20 @@ async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> N
 
 
 async def test_a_renewed_setting_stays_on_and_a_setting_without_end_never_goes_off() -> None:
-    engine = _engine()
-    async with gateway_on(engine) as gateway:
-        for _ in range(4):
+    engine, clock = _engine(), VirtualClock(1000.0)
+    async with gateway_on(engine, clock=clock) as gateway:
+
+        async def is_on_after(time_s: float) -> bool:
+            clock.now_s += time_s
+            # The gateway looks for settings that are over.
+            await asyncio.sleep(0.5)
+            return bool((await gateway.status())["jobs"]["job"]["may_use_dedicated"])
+
+        for _ in range(3):
             await gateway.post("/v1/jobs/job/dedicated", ON_FOR_A_MOMENT)
-            await asyncio.sleep(0.3)
-        assert (await gateway.status())["jobs"]["job"]["may_use_dedicated"]
+            assert await is_on_after(0.5)
         await gateway.post("/v1/jobs/job/dedicated", {"enabled": True})
-        await asyncio.sleep(1.0)
-        assert (await gateway.status())["jobs"]["job"]["may_use_dedicated"]
+        assert await is_on_after(10.0)
 
 
 @pytest.mark.parametrize(

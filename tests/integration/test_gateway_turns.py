@@ -49,13 +49,14 @@ def tokens_of(reply: Any) -> list[int]:
 async def test_a_killed_engines_turns_go_on_elsewhere_from_their_last_token(
     fake_engine, gateway
 ) -> None:
-    engines = [fake_engine(step_s=0.01), fake_engine(step_s=0.01)]
+    engines = [fake_engine(holds_at=20), fake_engine(holds_at=20)]
     service = gateway(*engines)
     await service.until("/v1/status", serving(2))
     turns = [asyncio.create_task(generate(service, f"r{n}", 60)) for n in range(8)]
-    await service.until("/v1/status", lambda s: s["engines"]["e0"]["open_turns"] > 0)
-    await asyncio.sleep(0.2)
+    await service.until_sampled(8 * 19)
+    assert (await service.get("/v1/status"))["engines"]["e0"]["open_turns"] > 0
     engines[0].kill(signal.SIGKILL)
+    await engines[1].post("/_fake", {"holds_at": 0})
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         assert tokens_of(reply) == expected_tokens(PROMPT, 60)
@@ -94,15 +95,14 @@ async def test_a_stream_that_ends_whole_without_a_reason_was_aborted_and_its_eng
 
 
 async def test_a_silent_engine_loses_its_turn_to_one_that_has_room(fake_engine, gateway) -> None:
-    engines = [fake_engine(step_s=0.01), fake_engine(step_s=0.01)]
-    service = gateway(*engines, timeouts={"stall_s": 0.5})
-    await service.until("/v1/status", serving(2))
+    silent, other = fake_engine(holds_at=20), fake_engine()
+    port = int(other.url.rsplit(":", 1)[1])
+    other.kill()
+    service = gateway(silent, other, timeouts={"stall_s": 0.5})
     turn = asyncio.create_task(generate(service, "r", 60))
-    status = await service.until("/v1/status", lambda s: s["placed_turns"] == 1)
-    await asyncio.sleep(0.1)
-    at = next(i for i, e in enumerate(status["engines"].values()) if e["open_turns"])
-    await engines[at].post("/_fake", {"stalled": True})
-    status, reply = await turn
+    await service.until_sampled(19)
+    fake_engine(port=port)
+    _, reply = await turn
     assert tokens_of(reply) == expected_tokens(PROMPT, 60)
     assert len({span["engine"] for span in reply["choices"][0]["spans"]}) == 2
 
@@ -110,9 +110,12 @@ async def test_a_silent_engine_loses_its_turn_to_one_that_has_room(fake_engine, 
 async def test_more_turns_than_places_wait_and_no_engine_gets_more_than_its_places(
     fake_engine, gateway
 ) -> None:
-    engine = fake_engine()
+    engine = fake_engine(holds_at=5)
     service = gateway(engine)
-    replies = await asyncio.gather(*(generate(service, f"r{n}", 10) for n in range(60)))
+    turns = [asyncio.create_task(generate(service, f"r{n}", 10)) for n in range(60)]
+    await engine.until("/_fake", lambda looked: looked["open"] == 8)
+    await engine.post("/_fake", {"holds_at": 0})
+    replies = await asyncio.gather(*turns)
     assert [status for status, _ in replies] == [200] * 60
     looked = await engine.get("/_fake")
     assert looked["most_open"] == 8
@@ -131,11 +134,10 @@ async def test_a_client_that_leaves_aborts_its_turn_on_the_engine(fake_engine, g
 
 
 async def test_sigterm_ends_open_turns_as_aborted_with_their_tokens(fake_engine, gateway) -> None:
-    engine = fake_engine(step_s=0.02)
+    engine = fake_engine(holds_at=10)
     service = gateway(engine)
     turns = [asyncio.create_task(generate(service, f"r{n}", 5000)) for n in range(3)]
-    await engine.until("/_fake", lambda looked: looked["open"] == 3)
-    await asyncio.sleep(0.2)
+    await service.until_sampled(3 * 9)
     assert service.kill(signal.SIGTERM) == 0
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
@@ -150,8 +152,11 @@ async def test_sigterm_ends_open_turns_as_aborted_with_their_tokens(fake_engine,
 
 
 async def test_a_stream_carries_each_token_once_and_ends(fake_engine, gateway) -> None:
-    service = gateway(fake_engine(step_s=0.01))
+    holds_at = 8
+    engine = fake_engine(holds_at=holds_at)
+    service = gateway(engine)
     parts: list[Any] = []
+    made = 0
     async with (
         aiohttp.ClientSession() as session,
         session.post(
@@ -162,9 +167,13 @@ async def test_a_stream_carries_each_token_once_and_ends(fake_engine, gateway) -
         async for line in response.content:
             if line.startswith(b"data: "):
                 parts.append(line[6:].strip())
+                made += line.count(b'"token_id":')
+                if made == holds_at - 1:
+                    holds_at += 8
+                    await engine.post("/_fake", {"holds_at": holds_at})
     assert parts.pop() == b"[DONE]"
     choices = [json.loads(part)["choices"][0] for part in parts]
-    assert len(choices) > 3
+    assert len(choices) > 3, "tokens come while the turn is open"
     assert [t for c in choices for t in c["token_ids"]] == expected_tokens(PROMPT, 30)
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["length"]
     assert choices[-1]["spans"][0]["start"] == 0
@@ -195,7 +204,8 @@ async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, sai
 async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open_id(
     fake_engine, gateway
 ) -> None:
-    service = gateway(fake_engine(step_s=0.05), max_body_bytes=4096)
+    engine = fake_engine(holds_at=5)
+    service = gateway(engine, max_body_bytes=4096)
     for job, said in (("other", "not configured"), ("../x", "use 1 to 64")):
         status, reply = await service.post("/inference/v1/generate", body("r"), X_RoseMux_Job=job)
         assert status == 400
@@ -207,6 +217,7 @@ async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open
     status, reply = await generate(service, "same")
     assert status == 409
     assert "'same' is being served" in reply["error"]["message"]
+    await engine.post("/_fake", {"holds_at": 0})
     assert (await first)[0] == 200
 
 

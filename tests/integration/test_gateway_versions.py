@@ -73,7 +73,8 @@ async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gat
     assert looked["updated"] == {"store": "job.store", "version": 1, "adapter": "policy"}
     await publish(service, 2)
     looked = await engine.get("/_fake")
-    assert looked["staged"][0][:3] == ["job.store", 2, "policy"]
+    # An engine that is up at the first publish has prepared that version as well.
+    assert next(one for one in looked["staged"] if one[1] == 2)[:3] == ["job.store", 2, "policy"]
     await publish(service, 1, job="whole")
     await service.post("/v1/jobs/whole/activate", {})
     await service.until("/v1/status", lambda s: s["active_job"] == "whole" and s["settled"])
@@ -117,7 +118,7 @@ async def test_pins_are_kept_and_a_version_that_is_nowhere_is_refused(fake_engin
 async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
     fake_engine, gateway
 ) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=100)
     service = gateway(engine)
     await publish(service, 1)
     pinned = asyncio.create_task(generate(service, "pinned", 200, {"exact": 1}))
@@ -125,6 +126,7 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
     switch = asyncio.create_task(publish(service, 2))
     await service.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "quiescing")
     after = asyncio.create_task(generate(service, "after", 5, {"exact": 2}))
+    await engine.post("/_fake", {"holds_at": 0})
     status, reply = await pinned
     (span,) = reply["choices"][0]["spans"]
     assert (status, span["version"], span["end"]) == (200, 1, 200)
@@ -134,12 +136,13 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
 
 
 async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gateway) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=40)
     service = gateway(engine)
     await publish(service, 1)
     turn = asyncio.create_task(generate(service, "free", 80, {"minimum": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     assert (await publish(service, 2))[0] == 200
+    await engine.post("/_fake", {"holds_at": 0})
     assert (await turn)[0] == 200
     looked = await engine.get("/_fake")
     # An engine that is up at the first publish has prepared that version as well.
@@ -151,8 +154,7 @@ async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, 
     service = gateway(engine)
     await publish(service, 1)
     pinned = asyncio.create_task(generate(service, "pinned", 5000, {"exact": 1}))
-    await engine.until("/_fake", lambda looked: looked["open"] == 1)
-    await asyncio.sleep(0.1)
+    await service.until_sampled(1)
     assert (await publish(service, 2, cut_open_turns=True))[0] == 200
     status, reply = await pinned
     choice = reply["choices"][0]
@@ -162,13 +164,13 @@ async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, 
 
 
 async def test_a_turn_whose_pin_allows_it_goes_on_at_the_new_version(fake_engine, gateway) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=40)
     service = gateway(engine)
     await publish(service, 1)
     turn = asyncio.create_task(generate(service, "free", 80, {"minimum": 1}))
-    await engine.until("/_fake", lambda looked: looked["open"] == 1)
-    await asyncio.sleep(0.2)
+    await service.until_sampled(39)
     assert (await publish(service, 2))[0] == 200
+    await engine.post("/_fake", {"holds_at": 0})
     status, reply = await turn
     choice = reply["choices"][0]
     assert (status, choice["finish_reason"], len(choice["token_ids"])) == (200, "length", 80)
@@ -185,11 +187,14 @@ async def test_a_failed_update_is_repeated_and_its_engine_serves_nothing_meanwhi
     engine = fake_engine()
     service = gateway(engine, versions={"retry_s": 0.2})
     await publish(service, 1)
-    await engine.post("/_fake", {"fail_updates": 2})
+    await engine.post("/_fake", {"fail_updates": 1000})
     switch = asyncio.create_task(publish(service, 2))
     status = await service.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "failed")
     assert "state hash mismatch" in status["engines"]["e0"]["fault"]
     turn = asyncio.create_task(generate(service, "r", 3, {"exact": 2}))
+    await engine.until("/_fake", lambda looked: looked["calls"].count("/update_weights") > 2)
+    assert not turn.done()
+    await engine.post("/_fake", {"fail_updates": 0})
     assert (await switch)[0] == 200
     assert (await turn)[0] == 200
 
@@ -201,6 +206,10 @@ async def test_a_publish_that_no_dedicated_engine_reaches_is_a_503_with_the_reas
     service = gateway(engine, timeouts={"publish_s": 0.5})
     await publish(service, 1)
     await engine.post("/_fake", {"fail_updates": 1000})
+    await publish(service, 2)
+    await service.until(
+        "/v1/status", lambda s: "state hash mismatch" in s["engines"]["e0"]["fault"]
+    )
     status, reply = await publish(service, 2)
     assert status == 503
     assert "state hash mismatch" in reply["error"]

@@ -60,7 +60,7 @@ def look():
     sleep_until_rung(slot.written(), timeout_s=0.002)
 while not Path(sys.argv[2]).exists():
     look()
-until = time.monotonic() + 5
+until = time.monotonic() + 60
 while not slot.decide().open and time.monotonic() < until:
     look()
 print(json.dumps({"closed": closed, "opens": slot.decide().open, "why": slot.decide().reason}))
@@ -146,7 +146,7 @@ def serve(reporter):
 def fault():
     return PageDirectory(slot).pulse_reader("pulse.production.0").read().fault
 def within_beats(holds):
-    for _ in range(100):
+    for _ in range(1000):
         if holds():
             return True
         time.sleep(BEAT_S / 2)

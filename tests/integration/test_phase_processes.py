@@ -33,7 +33,8 @@ from scheduler.rollmux.permits.events import (
 )
 from tests.integration.line_children import LineChild, LineChildren
 
-LEASE_S = 2.0
+LEASE_S = 5.0
+"""Long enough for a holder on a busy machine to be heard, short enough to be waited for."""
 
 
 @dataclass

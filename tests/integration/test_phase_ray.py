@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-CONFIG = PermitsConfig(lease_s=3.0, patience_s=0.05)
+CONFIG = PermitsConfig(lease_s=6.0, patience_s=0.05)
 ANSWER_S = 120.0
 
 

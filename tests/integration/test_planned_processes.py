@@ -70,7 +70,7 @@ class Machine:
         process = self.children.start(
             *("-m", "scheduler.rollmux.control", "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite"), "--nodes", str(nodes)),
-            *("--journal", str(self.journal), "--lease-s", "3.0"),
+            *("--journal", str(self.journal), "--lease-s", "6.0"),
         )
         self.until(lambda: process.poll() is None and self.answers())
         return process

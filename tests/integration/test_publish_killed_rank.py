@@ -38,7 +38,7 @@ def rank_process(store, rank, ranks, victim, trainer):
 
     with Publisher(
         WritableDirectory(Path(store), write=write),
-        rank=rank, ranks=ranks, exchange=ExchangeSettings(rank_timeout_s=3.0),
+        rank=rank, ranks=ranks, exchange=ExchangeSettings(rank_timeout_s=6.0),
     ) as publisher:
         trainer.send("ready")
         while True:

@@ -28,6 +28,7 @@ from harvester.platform.keep_alive import keep_alive
 from scheduler import AsyncRolloutClient, RolloutClient
 from scheduler.client import gateway_connection, rollout_client
 from scheduler.client.gateway_watch import GatewayWatch
+from scheduler.client.turn_attempts import TurnAttempts
 from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, Site, continued, gateway_on
@@ -39,10 +40,12 @@ QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5, progre
 Start = Callable[..., Served]
 
 
-def client_of(gateway: Served, **options: object) -> AsyncRolloutClient:
+def client_of(
+    gateway: Served, *, silence_s: float = SILENCE_S, **options: object
+) -> AsyncRolloutClient:
     """Goes to an engine after half a second of silence, which a busy machine has without a fault:
-    tests of what the gateway itself answers give `fallback=False`."""
-    return AsyncRolloutClient(gateway.url, "job", silence_s=SILENCE_S, **options)
+    tests of what the gateway itself answers give `fallback=False` or another `silence_s`."""
+    return AsyncRolloutClient(gateway.url, "job", silence_s=silence_s, **options)
 
 
 def sampling(max_tokens: int) -> dict[str, object]:
@@ -90,7 +93,7 @@ async def test_a_version_of_another_run_is_refused_once_and_not_announced_again(
     service = gateway(fake_engine())
     async with client_of(service, fallback=False) as client:
         await client.announce(2, "job.store", state_hash="a" * 32)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(PeerProtocolError, match="another one than engines hold"):
                 await client.announce(2, "job.store", state_hash="b" * 32)
         await client.announce(3, "job.store", state_hash="c" * 32)
@@ -105,7 +108,7 @@ async def test_an_id_that_another_request_has_ends_the_call_at_once(
     async with (
         client_of(service, fallback=False) as client,
         client_of(service, fallback=False) as other,
-        asyncio.timeout(10),
+        asyncio.timeout(30),
     ):
         await client.generate(PROMPT, sampling(2), request_id="answered")
         with pytest.raises(ConfigError, match="'answered' was answered with another body"):
@@ -161,7 +164,7 @@ async def test_a_client_that_is_dropped_in_an_event_loop_is_named_with_the_remed
     fake_engine: Start, gateway: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = gateway(fake_engine())
-    client = client_of(service)
+    client = client_of(service, fallback=False)
     await client.generate(PROMPT, sampling(1))
     await asyncio.sleep(0)  # The task that watched the gateway ends.
     gc.collect()
@@ -193,10 +196,12 @@ async def test_an_announcement_that_no_engine_can_load_says_why_and_ends(
 
 
 async def test_an_empty_name_aborts_no_turn(fake_engine: Start, gateway: Start) -> None:
-    async with client_of(gateway(fake_engine(step_s=0.005))) as client:
+    engine = fake_engine(holds_at=30)
+    async with client_of(gateway(engine), fallback=False) as client:
         choices = client.stream(PROMPT, sampling(60))
         await until_tokens(choices, 2)
         client.abort("")
+        await engine.post("/_fake", {"holds_at": 0})
         assert [choice async for choice in choices][-1].finish_reason is FinishReason.LENGTH
 
 
@@ -204,7 +209,8 @@ async def test_a_later_announcement_ends_the_earlier_one_which_is_not_sent_again
     fake_engine: Start, gateway: Start
 ) -> None:
     """Sent again after it, the earlier one would end the job's turns as another run's."""
-    service = gateway(fake_engine(step_s=0.02))
+    engine = fake_engine(holds_at=30)
+    service = gateway(engine)
     async with client_of(service, fallback=False) as client:
         await client.announce(1, "job.store", state_hash="1" * 32)
         pinned = asyncio.create_task(client.generate(PROMPT, sampling(60), weight_version=1))
@@ -221,9 +227,10 @@ async def test_a_later_announcement_ends_the_earlier_one_which_is_not_sent_again
             asyncio.create_task(client.announce(each, "job.store", state_hash=f"{each}" * 32))
             for each in (3, 4)
         ]
-        *earlier, last = await asyncio.gather(*calls, return_exceptions=True)
+        earlier = await asyncio.gather(*calls[:-1], return_exceptions=True)
         assert [type(each) for each in earlier] == [Stale] * 3
-        assert last.version == 4
+        await engine.post("/_fake", {"holds_at": 0})
+        assert (await calls[-1]).version == 4
         assert_whole(await pinned, 60, version=1)
         assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=4)
 
@@ -237,15 +244,19 @@ async def test_an_engine_whose_replies_show_no_update_takes_no_turn_without_the_
     async with client_of(service, retries=brief) as client:
         assert_whole(await client.generate(PROMPT, sampling(5)), 5)
         service.kill()
+        client._watch._silence.silent = True
         with pytest.raises(Exhausted, match="IdentityMiddleware"):
             await client.generate(PROMPT, sampling(5))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_token(
-    fake_engine: Start, gateway: Start, number: signal.Signals
+    fake_engine: Start, gateway: Start, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    engines = fake_engine(step_s=0.01), fake_engine(step_s=0.01)
+    async def ask_the_gateway(*_: object) -> None:
+        pytest.fail("the gateway is known to be silent")
+
+    engines = fake_engine(holds_at=60), fake_engine(holds_at=60)
     service = gateway(*engines)
     async with client_of(service) as client:
         await client.announce(1, "job.store")
@@ -254,8 +265,10 @@ async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_tok
             for each in range(6)
         ]
         async with aclosing(client.stream(PROMPT, sampling(120))) as choices:
-            streamed = await until_tokens(choices, 30)
+            streamed = await until_tokens(choices, 59)
             os.kill(service.process.pid, number)
+            for engine in engines:
+                await engine.post("/_fake", {"holds_at": 0})
             async for choice in choices:
                 streamed += choice.token_ids
         assert streamed == continued(PROMPT, 120, version=1)
@@ -263,16 +276,19 @@ async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_tok
         assert choice.finish_reason is FinishReason.LENGTH
         for other in await asyncio.gather(*beside):
             assert_whole(other, 120, version=1)
-        # No gateway, and no wait for one: it is known to be silent.
-        async with asyncio.timeout(SILENCE_S):
+        # No gateway, and no wait for one.
+        with monkeypatch.context() as patch:
+            patch.setattr(TurnAttempts, "_at_gateway", ask_the_gateway)
             assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
         if number == signal.SIGSTOP:
             os.kill(service.process.pid, signal.SIGCONT)
-            before = await turns_of(service)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 # Found to be back without a turn, and used from the next one on.
                 while client._watch.silent:  # noqa: ASYNC110 - over HTTP
                     await asyncio.sleep(0.02)
+            # From now on a busy machine is no silent gateway.
+            client._watch._silence._limit_s = 60.0
+            before = await turns_of(service)
             assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
             assert await turns_of(service) == before + 1
 
@@ -281,14 +297,15 @@ async def test_no_engine_serves_a_turn_that_it_must_not_while_the_gateway_is_sil
     fake_engine: Start, gateway: Start
 ) -> None:
     """Neither another version than the pin's, nor sampling that would count output as prompt."""
-    service = gateway(fake_engine(step_s=0.01))
+    service = gateway(fake_engine(holds_at=60))
     brief = RetryLimits(give_up_s=4 * SILENCE_S, wait_max_s=0.1, progress_bytes=1)
-    async with client_of(service, retries=brief) as client:
+    async with client_of(service, retries=brief, silence_s=60.0) as client:
         await client.announce(1, "job.store")
         counting = sampling(500) | {"frequency_penalty": 0.5}
         async with aclosing(client.stream(PROMPT, counting)) as choices:
             streamed = await until_tokens(choices, 10)
             service.kill()
+            client._watch._silence.silent = True
             async for choice in choices:
                 streamed += choice.token_ids
         assert choice.finish_reason is FinishReason.ABORT
@@ -302,7 +319,7 @@ async def test_no_engine_serves_a_turn_that_it_must_not_while_the_gateway_is_sil
 async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
     fake_engine: Start, gateway: Start
 ) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=40)
     service = gateway(engine)
     async with (
         client_of(service) as client,
@@ -310,11 +327,12 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
     ):
         streamed = await until_tokens(choices, 20)
         service.kill()
+        await engine.post("/_fake", {"holds_at": 0})
         again = gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
         async for choice in choices:
             streamed += choice.token_ids
         assert streamed == continued(PROMPT, 80, version=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await turns_of(again):
                 assert_whole(await client.generate(PROMPT, sampling(5)), 5)
 
@@ -323,16 +341,16 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
 async def test_a_gateway_that_is_stopped_in_order_and_started_again_costs_no_token(
     fake_engine: Start, gateway: Start, fallback: bool
 ) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=100)
     service = gateway(engine)
-    async with client_of(service, fallback=fallback) as client:
+    async with client_of(service, fallback=fallback, silence_s=30.0) as client:
         whole = asyncio.create_task(client.generate(PROMPT, sampling(200)))
         partial = asyncio.create_task(
             client.generate(PROMPT, sampling(200), on_interrupt="return_partial")
         )
-        await engine.until("/_fake", lambda looked: looked["open"] == 2)
-        await asyncio.sleep(0.2)
+        await service.until_sampled(2 * 99)
         assert service.kill(signal.SIGTERM) == 0
+        await engine.post("/_fake", {"holds_at": 0})
         gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
         assert_whole(await whole, 200)
         choice = await partial
@@ -359,7 +377,7 @@ async def test_a_turn_whose_connection_the_other_side_has_forgotten_is_joined_ag
     async with (
         gateway_on(engine, watch=lambda app: app.middlewares.append(note)) as gateway,
         AsyncRolloutClient(gateway.url, "job", fallback=fallback) as client,
-        asyncio.timeout(20),
+        asyncio.timeout(30),
     ):
         turn = asyncio.create_task(client.generate(PROMPT, sampling(150)))
         await gateway.until_tokens(5)
@@ -399,8 +417,8 @@ def test_a_step_may_have_more_turns_open_than_its_shell_allows_files(
 async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     fake_engine: Start, gateway: Start
 ) -> None:
-    service = gateway(fake_engine(step_s=0.01))
-    async with client_of(service) as client:
+    service = gateway(fake_engine(holds_at=60))
+    async with client_of(service, fallback=False) as client:
         choices = client.stream(PROMPT, sampling(500), request_id="long")
         streamed = await until_tokens(choices, 5)
         client.abort("long")
@@ -414,15 +432,14 @@ async def test_an_aborted_turn_returns_the_tokens_that_it_has(
 async def test_an_aborted_turn_that_is_not_streamed_returns_its_tokens_too(
     fake_engine: Start, gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = fake_engine(step_s=0.01)
+    engine = fake_engine(holds_at=60)
     service = gateway(engine)
     async with client_of(service, fallback=False) as client:
         turns = [
             asyncio.create_task(client.generate(PROMPT, sampling(500), request_id=name))
             for name in ("a", "b")
         ]
-        await engine.until("/_fake", lambda looked: looked["open"] == 2)
-        await asyncio.sleep(0.2)
+        await service.until_sampled(2 * 59)
         client.abort("a")
         choice = await turns[0]
         assert (choice.finish_reason, choice.fault) == (FinishReason.ABORT, "")
@@ -434,7 +451,7 @@ async def test_an_aborted_turn_that_is_not_streamed_returns_its_tokens_too(
         monkeypatch.setattr(rollout_client, "_ABORT_S", 0.3)
         os.kill(service.process.pid, signal.SIGSTOP)
         client.abort()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             choice = await turns[1]
         os.kill(service.process.pid, signal.SIGCONT)
         assert (choice.finish_reason, choice.token_ids) == (FinishReason.ABORT, ())
@@ -457,9 +474,9 @@ async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gatew
     fault: str,
 ) -> None:
     """Its sampling forbids it, without a fallback; its caller or its job does, with one."""
-    engine, jobs = fake_engine(step_s=0.01), [{"id": "job", "on_interrupt": of_job}]
+    engine, jobs = fake_engine(holds_at=60), [{"id": "job", "on_interrupt": of_job}]
     service = gateway(engine, jobs=jobs)
-    async with client_of(service, fallback=not more) as client:
+    async with client_of(service, fallback=not more, silence_s=30.0) as client:
         choices = client.stream(PROMPT, sampling(300) | more, on_interrupt=partial)
         streamed = await until_tokens(choices, 20)
         service.kill()
@@ -478,7 +495,7 @@ async def test_a_restarted_gateway_adds_no_tokens_of_other_numerics_to_a_turn_of
     fake_engine: Start, gateway: Start
 ) -> None:
     """It begins the turn anew, and makes the same tokens as before: only their label differs."""
-    engine, pin = fake_engine(step_s=0.01), VersionPin(wait_s=0.0)
+    engine, pin = fake_engine(holds_at=60), VersionPin(wait_s=0.0)
     service = gateway(engine)
     async with client_of(service, fallback=False) as client:
         choices = client.stream(PROMPT, sampling(200), equal_numerics=True, weight_version=pin)
@@ -518,7 +535,7 @@ async def test_the_wait_of_a_pin_bounds_a_turn_without_a_gateway_and_silence_is_
 ) -> None:
     away = AsyncRolloutClient("http://127.0.0.1:9", "job", silence_s=silence_s, fallback=fallback)
     began_s = asyncio.get_running_loop().time()
-    async with away as client, asyncio.timeout(10):
+    async with away as client, asyncio.timeout(30):
         with pytest.raises(Exhausted, match="gave up after"):
             await client.generate(
                 PROMPT, sampling(5), weight_version=VersionPin(exact=1, wait_s=wait_s)
@@ -560,7 +577,7 @@ async def test_a_gateway_that_takes_connections_and_gives_no_answer_is_in_the_lo
 
     async with AsyncRolloutClient(url, "job", silence_s=0.1, fallback=False) as client:
         turns = [asyncio.create_task(client.generate(PROMPT, sampling(5))) for _ in range(3)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not told():  # noqa: ASYNC110 - of a log
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
@@ -595,7 +612,7 @@ async def test_a_pin_without_patience_asks_the_engines_before_it_gives_up(
 async def test_an_option_that_does_not_exist_is_refused_as_a_misspelt_pin_is_none(
     fake_engine: Start, gateway: Start
 ) -> None:
-    async with client_of(gateway(fake_engine())) as client:
+    async with client_of(gateway(fake_engine()), fallback=False) as client:
         with pytest.raises(TypeError, match="weight_verison"):
             await client.generate(PROMPT, sampling(2), weight_verison=9)  # type: ignore[call-arg]
 

@@ -157,7 +157,7 @@ class Fleet:
         node = self.nodes[name] = Node(self.root / disk, name, self.clock)
         server = self._servers[name] = TestServer(application(node.agent))
         await server.start_server()
-        client = AgentClient(self._session, str(server.make_url("")), timeout_s=2.0)
+        client = AgentClient(self._session, str(server.make_url("")), timeout_s=30.0)
         self.lines[name] = Line(client)
         self.start_scheduler()
         return node

@@ -175,7 +175,7 @@ class Told:
             self.lines.extend(line for line in iter(stream.readline, ""))
 
 
-def wait_for(holds: Callable[[], Any], *, seconds: float = 30.0) -> Any:
+def wait_for(holds: Callable[[], Any], *, seconds: float = 60.0) -> Any:
     end_s = _clock.now() + seconds
     tick = threading.Event()
     while _clock.now() < end_s:
@@ -221,13 +221,13 @@ class Scene:
         request = urllib.request.Request(
             self.url + "/v1/leases", data=json.dumps(body).encode(), method="POST"
         )
-        with urllib.request.urlopen(request, timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)["type"] == "granted"
 
     def attempts(self, user: int, *groups: int) -> set[str]:
         arguments = map(str, (self.slot.parent, user, *groups))
         told = self.start(ATTEMPTS, *arguments)
-        told.process.wait(timeout=30)
+        told.process.wait(timeout=60)
         wait_for(lambda: told.lines)
         return set(told.last())
 
@@ -287,7 +287,7 @@ def test_the_agent_does_not_start_on_a_page_root_that_others_can_change(
     (root / "pages").chmod(mode)
     agent = Told(AGENT_PROCESS, root / "agent.yaml", stream="stderr")
     try:
-        assert agent.process.wait(timeout=30) == 2
+        assert agent.process.wait(timeout=60) == 2
     finally:
         agent.stop()
     assert advice in "".join(agent.lines)
@@ -299,7 +299,7 @@ def test_an_agent_of_a_user_that_engines_would_not_believe_does_not_start(root: 
     script = AGENT_PROCESS.replace("{agent}", str(STRANGER))
     agent = Told(script, root / "agent.yaml", stream="stderr")
     try:
-        assert agent.process.wait(timeout=30) == 2
+        assert agent.process.wait(timeout=60) == 2
     finally:
         agent.stop()
     assert "owners.agent" in "".join(agent.lines)

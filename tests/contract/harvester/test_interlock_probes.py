@@ -292,7 +292,7 @@ async def test_a_driver_that_hangs_leaves_an_old_reading_and_no_second_call() ->
     probe = nvml_probe(read, period_s=0.001, clock=clock)
     running = asyncio.create_task(probe.run())
     try:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             await second.wait()
         clock.advance_to(100.0)
         await asyncio.sleep(0.05)

@@ -89,7 +89,7 @@ async def leaving_a_stream_early_leaves_the_engine_ready(client: EngineClient) -
     first = await anext(stream)
     assert first.token_ids
     await stream.aclose()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         assert await collect(client, attempt(4), "d")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.testbed.hardware import HardwareKind
+from benchmarks.weightsync import engine
 from benchmarks.weightsync.engine import FORMS, measure
 from benchmarks.weightsync.engine_arms import (
     Times,
@@ -70,29 +71,36 @@ def test_times_before_the_first_repetition_are_null() -> None:
 FAKE = """
 import pathlib, sys, time
 root, repetitions = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+kept = pathlib.Path(__file__).with_name("kept")
 for done in range({made}):
     new = root / "new"
     new.write_text('{{"repetitions": %d}}' % done)
     new.replace(root / "result.json")
-    time.sleep(0.4)
+    while not kept.exists() or kept.read_text() != str(done):
+        time.sleep(0.01)
 print("the last words", file=sys.stderr, flush=True)
 {end}
 """
 
 
 def followed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, made: int, end: str, within_s: float = 60.0
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, made: int, end: str
 ) -> tuple[list[int], dict[str, Any] | Exception]:
-    """Repetitions as they were kept, and the end of it."""
+    """Repetitions as they were kept, and the end of it. The engine waits for each to be kept."""
     (folder / "fake_engine.py").write_text(FAKE.format(made=made, end=end))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     kept: list[int] = []
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.append(found["repetitions"])
+        (folder / "kept").write_text(str(kept[-1]))
+
     try:
         found = measure(
             repetitions=2,
             logs=folder / "logs",
-            keep=lambda found: kept.append(found["repetitions"]),
-            within_s=within_s,
+            keep=keep,
+            within_s=60.0,
             module="fake_engine",
         )
     except (Exhausted, Unsupported) as error:
@@ -123,7 +131,15 @@ def test_an_engine_that_fails_says_its_last_words_and_loses_no_repetition(
 def test_an_engine_that_hangs_is_ended_with_a_plain_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, error = followed(tmp_path, monkeypatch, made=2, end="time.sleep(600)", within_s=2.5)
+    class HangsClock:
+        """An hour passes once the engine has said its last."""
+
+        def now(self) -> float:
+            logs = (tmp_path / "logs").glob("*")
+            return 3600.0 * any("the last words" in log.read_text() for log in logs)
+
+    monkeypatch.setattr(engine, "MonotonicClock", HangsClock)
+    kept, error = followed(tmp_path, monkeypatch, made=2, end="time.sleep(600)")
     assert isinstance(error, Exhausted)
     assert "1 of 2 repetitions are measured and kept" in str(error)
     assert "the last words" in str(error)

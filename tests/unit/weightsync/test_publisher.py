@@ -72,16 +72,26 @@ def test_a_full_version_is_published_before_its_loops_are_compiled(
 
     def compile_slowly(widths: set[int]) -> None:
         assert widths == {1, 2, 4, 8}
-        assert compiled.wait(5)
+        assert compiled.wait(60)
+
+    def compile_once_it_is_said() -> None:
+        while "being compiled" not in caplog.text and not compiled.wait(0.01):
+            pass
+        compiled.set()
 
     monkeypatch.setattr(publisher_module, "warm_up", compile_slowly)
     monkeypatch.setattr(publisher_module, "_SILENT_S", 0.01)
     with Publisher(tmp_path / "store") as publisher:
         assert publisher.publish(states[0]).version == 1
         assert Receiver(tmp_path / "store").latest() == 1
-        threading.Timer(0.1, compiled.set).start()
-        assert publisher.publish(states[1]).version == 2
-        assert compiled.is_set()
+        compiling = threading.Thread(target=compile_once_it_is_said)
+        compiling.start()
+        try:
+            assert publisher.publish(states[1]).version == 2
+            assert compiled.is_set()
+        finally:
+            compiled.set()
+            compiling.join()
     assert "being compiled" in caplog.text
 
 

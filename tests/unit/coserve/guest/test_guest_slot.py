@@ -177,11 +177,15 @@ def test_a_page_holds_the_processes_of_a_wide_guest(slot: Slot, guest: GuestSlot
     assert slot.guest().processes == guest.load.processes[:48]
 
 
-def test_no_decision_outlives_its_pages(slot: Slot, guest: GuestSlot) -> None:
-    slot.pulse(ttl_ns=20_000_000)
+def test_no_decision_outlives_its_pages(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot.pulse(ttl_ns=60 * 10**9)
     assert guest.decide().open
     assert guest.decide().open
-    time.sleep(0.03)
+    monkeypatch.setattr(
+        "coserve.guest.guest_slot.monotonic_ns", lambda: monotonic_ns() + 61 * 10**9
+    )
     assert guest.decide().fault is PageFault.EXPIRED
 
 

@@ -92,7 +92,7 @@ def test_a_stop_while_it_waits_ends_it(tmp_path: Path) -> None:
         # The engine has ended within this, and the wait is ten seconds.
         await asyncio.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        return await asyncio.wait_for(running, 5.0)
+        return await asyncio.wait_for(running, 60.0)
 
     assert asyncio.run(stopped()) == 0
     assert starts(file) == 1
@@ -112,7 +112,7 @@ def test_a_stop_while_the_engine_runs_starts_no_other(tmp_path: Path) -> None:
         while not file.exists():  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-        return await asyncio.wait_for(running, 20.0)
+        return await asyncio.wait_for(running, 60.0)
 
     assert asyncio.run(stopped()) == 0
     assert starts(file) == 1

@@ -112,7 +112,7 @@ def test_a_server_s_name_that_no_certificate_can_have_is_refused(name: str) -> N
 
 
 async def test_connections_that_begin_no_tls_make_room(authority: Authority) -> None:
-    async with server(authority.server("server"), connections=4) as url, asyncio.timeout(20):
+    async with server(authority.server("server"), connections=4) as url, asyncio.timeout(30):
         port = int(url.rpartition(":")[2])
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         assert await answer(url, authority.trusted()) == (200, "none")

@@ -439,7 +439,7 @@ class Cluster:
     async def run(self, *turns: Any) -> list[tuple[Turn, RefuseTurn | None]]:
         restarting = asyncio.create_task(self.restart_engines())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 return await asyncio.gather(*turns)
         finally:
             restarting.cancel()

@@ -78,7 +78,7 @@ async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_lo
     dispatcher: Dispatcher,
 ) -> None:
     wait = EngineWait()
-    async with asyncio.timeout(10 * QUEUE_S):
+    async with asyncio.timeout(30):
         while (placed := await place(dispatcher, "t", wait, QUEUE_S / 4)) is None:
             pass
     assert isinstance(placed, RefuseTurn)
@@ -100,7 +100,7 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
 ) -> None:
     unfit = EngineId("unfit")
     dispatcher.observe(offer(unfit))
-    until_s = MonotonicClock().now() + 10 * QUEUE_S
+    until_s = MonotonicClock().now() + 60.0
     placed = await dispatcher.place(
         turn("t"), TurnCourse(), avoid=(unfit,), unfit={unfit}, until_s=until_s
     )
@@ -139,7 +139,7 @@ async def test_a_turn_that_comes_again_is_placed_before_those_that_came_meanwhil
     first = asyncio.create_task(place(dispatcher, "first", wait, 10.0))
     await asyncio.sleep(0)
     dispatcher.observe(offer(EngineId("e")))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert isinstance(await first, DispatchTurn)
     assert not second.done()
     second.cancel()

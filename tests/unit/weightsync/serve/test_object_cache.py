@@ -228,7 +228,7 @@ async def test_a_copy_that_the_disk_does_not_give_back_is_served_to_no_reader(
     with closing(ObjectCache(tmp_path, 1000)) as cache, _relayed(cache, b"weights") as file:
         for _ in range(2):
             with pytest.raises(Corrupt, match="cannot be verified"):
-                await asyncio.wait_for(file.read(ByteSpan(0, 7)), 5.0)
+                await asyncio.wait_for(file.read(ByteSpan(0, 7)), 30.0)
         assert not await file.is_sound(again=False)
     assert list((tmp_path / "job-a").iterdir()) == []
 

