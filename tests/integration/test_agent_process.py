@@ -266,7 +266,7 @@ def test_the_kill_switch_closes_and_its_removal_opens_the_slot_again(
     agent: Agent, harvesting: Any, text: str
 ) -> None:
     agent.switch.write_text(text)
-    wait_for(lambda: agent.mode() == "closed")
+    wait_for(lambda: agent.mode() == "closed", seconds=20)  # Long before the lease ends.
     agent.switch.unlink()
     if text == "drain":
         assert agent.take("r2")["epoch"] > harvesting["epoch"]
@@ -275,7 +275,7 @@ def test_the_kill_switch_closes_and_its_removal_opens_the_slot_again(
 
 def test_closes_when_production_falls_silent(agent: Agent, beats: Beats, harvesting: Any) -> None:
     beats.fall_silent()
-    wait_for(lambda: agent.mode() == "closed")
+    wait_for(lambda: agent.mode() == "closed", seconds=20)  # Long before the lease ends.
     with pytest.raises(urllib.error.HTTPError, match="503"):
         agent.call("GET", "/readyz")
 
