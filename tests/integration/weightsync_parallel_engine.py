@@ -37,7 +37,14 @@ PIPELINE = {
     "compilation_config": {"mode": 1},
     **TWO_PROCESSES,
 }
-SPLITS = {"tensors": TENSOR, "experts": EXPERTS, "layers": PIPELINE}
+ON_RAY = {**TENSOR, "distributed_executor_backend": "ray"}
+SPLITS = {
+    "tensors": TENSOR,
+    "experts": EXPERTS,
+    "layers": PIPELINE,
+    "ray": ON_RAY,
+    "legacy-ray": ON_RAY,
+}
 
 
 def _dense_checkpoints(root: Path) -> tuple[State, State]:
@@ -138,8 +145,19 @@ def _followed(
 
 
 def main(root: Path, split: str) -> None:
-    states = (_dense_checkpoints if split == "layers" else checkpoints)(root)
-    fresh = new_engine(str(root / "second"), **SPLITS[split])
+    if SPLITS[split] is not ON_RAY:
+        _run(root, split, fresh_split=split)
+        return
+    from tests.integration.ray_cpu_workers import LEGACY, cluster
+
+    os.environ.update(LEGACY if split == "legacy-ray" else {})
+    with cluster(workers=2):
+        _run(root, split, fresh_split="tensors")
+
+
+def _run(root: Path, split: str, *, fresh_split: str) -> None:
+    states = (checkpoints if split in {"tensors", "experts"} else _dense_checkpoints)(root)
+    fresh = new_engine(str(root / "second"), **SPLITS[fresh_split])
     seen: dict[str, Any] = {"fresh": generated(fresh)}
     fresh.llm_engine.engine_core.shutdown()
     following = new_engine(
