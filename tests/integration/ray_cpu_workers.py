@@ -7,6 +7,8 @@ Each worker imports this module too: its class, by which Ray starts it, is in it
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import ray
 from vllm.platforms import current_platform
@@ -52,3 +54,15 @@ def cluster(*, workers: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def unlink_shared_memory(engine: Any) -> None:
+    """Names of what the ranks of a started engine share, after the port by which they met: all have
+    it open by now, and nothing removes them."""
+    (met, *_) = engine.collective_rpc(_meeting)
+    for segment in Path("/dev/shm").glob(f"{met}-*"):
+        segment.unlink(missing_ok=True)
+
+
+def _meeting(_worker: Any) -> str:
+    return os.environ["VLLM_DIST_IDENT"]

@@ -6,6 +6,7 @@ The first loads a checkpoint, the second follows a store to the same state.
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,16 @@ def main(root: Path, split: str) -> None:
     if SPLITS[split] is not ON_RAY:
         _run(root, split, fresh_split=split)
         return
-    from tests.integration.ray_cpu_workers import LEGACY, cluster
+    from tests.integration.ray_cpu_workers import LEGACY, cluster, unlink_shared_memory
 
     os.environ.update(LEGACY if split == "legacy-ray" else {})
     with cluster(workers=2):
-        _run(root, split, fresh_split="tensors")
+        _run(root, split, fresh_split="tensors", started=unlink_shared_memory)
 
 
-def _run(root: Path, split: str, *, fresh_split: str) -> None:
+def _run(
+    root: Path, split: str, *, fresh_split: str, started: Callable[[Any], None] = lambda _: None
+) -> None:
     states = (checkpoints if split in {"tensors", "experts"} else _dense_checkpoints)(root)
     fresh = new_engine(str(root / "second"), **SPLITS[fresh_split])
     seen: dict[str, Any] = {"fresh": generated(fresh)}
@@ -166,6 +169,7 @@ def _run(root: Path, split: str, *, fresh_split: str) -> None:
         weight_transfer_config={"backend": "rosemux"},
         **SPLITS[split],
     )
+    started(following)
 
     from weightsync.publisher import Publisher
 
