@@ -12,6 +12,10 @@ _ON_LOOPBACK = (
     "the guest listens on 127.0.0.1 alone, since its development routes let any caller change its "
     "weights; serve it to others with `rosemux engine-proxy`, at the slot's offered_url"
 )
+_WITHIN = (
+    "the guest's workers must be its own processes, of one engine on this node, for its isolation "
+    "to hold them; leave it out (several GPUs are tensor-parallel ranks)"
+)
 _NEEDED = "RoseMux sets it, and a guest without it is not held back; leave it out"
 OWN_FLAGS = {
     "host": _ON_LOOPBACK,
@@ -23,6 +27,10 @@ OWN_FLAGS = {
     "max-num-seqs": "set the slot's concurrency",
     "kv-cache-memory-bytes": "set guest.kv_cache_bytes",
     "gpu-memory-utilization": "set guest.kv_cache_bytes",
+    "distributed-executor-backend": _WITHIN,
+    "data-parallel-backend": _WITHIN,
+    "data-parallel-size": _WITHIN,
+    "nnodes": _WITHIN,
     "scheduler-cls": _NEEDED,
     "worker-extension-cls": _NEEDED,
     "weight-transfer-config": _NEEDED,

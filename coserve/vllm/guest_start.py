@@ -1,4 +1,5 @@
-"""A guest's start on a GPU: under the launch lock, and asking for slack.
+"""A guest's start: refused where its shape does not fit; on a GPU under the launch lock, and asking
+for slack.
 
 The lock is held from before the engine's first memory until its loop is about to run: weights, KV
 and graphs are there by then. Each pass that vLLM makes meanwhile to measure and warm up asks for
@@ -19,7 +20,8 @@ from coserve.guest.launch_lock import LaunchLock
 from coserve.law.work_gate import WorkGate
 from coserve.vllm.environment import SlotEnvironment, work_gate
 from coserve.vllm.gloo_device import share_gloo_device
-from harvester.contracts.errors import ConfigError
+from coserve.vllm.pulse_reporter import ONE_NODE_BACKENDS
+from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.isolation import IsolationBackend
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.platform.parent import end_with
@@ -52,14 +54,38 @@ def end_with_starter(environment: SlotEnvironment) -> None:
         os._exit(1)
 
 
+def unfit_guest(parallel_config: Any) -> str:
+    """Why an engine of this shape may not be a guest, with the remedy; "" if it may.
+
+    The agent ends, pauses and isolates a guest by the processes on its page: they must be on this
+    machine and descend from the guest, whose idle class or group they inherit. Ray's workers
+    descend from Ray's daemon.
+    """
+    if parallel_config.nnodes > 1:
+        return f"its ranks are on {parallel_config.nnodes} nodes; start all on production's node"
+    backend = parallel_config.distributed_executor_backend
+    if backend not in ONE_NODE_BACKENDS:
+        return (
+            f"the executor backend {backend} starts its workers outside of the guest's isolation, "
+            "maybe on other nodes; leave out --distributed-executor-backend"
+        )
+    # vLLM gives a dense model's rank a configuration of its own, of size 1.
+    if parallel_config.data_parallel_size > 1 or parallel_config.data_parallel_index > 0:
+        return "it has several data-parallel ranks, which one gate does not hold; start one rank"
+    return ""
+
+
 def under_launch_lock(start: _Start, environment: SlotEnvironment) -> _Start:
-    """vLLM's start of the workers, under the launch lock. A failure releases it."""
+    """vLLM's start of the workers, under the launch lock. A failure releases it. Raises Unsupported
+    before any worker runs if the guest's shape does not fit."""
 
     def locked_start(self: Any, vllm_config: Any) -> None:
         from vllm.platforms import current_platform
 
         end_with_starter(environment)  # A forked core has not registered.
         parallel = vllm_config.parallel_config
+        if reason := unfit_guest(parallel):
+            raise Unsupported(f"this engine may not be a guest: {reason}")
         workers = parallel.world_size
         ranks = workers * parallel.data_parallel_size
         acquire_launch_lock(environment, current_platform, workers=workers)

@@ -63,7 +63,8 @@ def shape_of(vllm_config: Any) -> EngineShape:
     )
 
 
-_ONE_NODE_BACKENDS = (None, "mp", "uni")
+ONE_NODE_BACKENDS = (None, "mp", "uni")
+"""Executor backends whose workers are processes of the engine's own, on its node."""
 
 
 def unfit_deployment(vllm_config: Any) -> str:
@@ -77,7 +78,7 @@ def unfit_deployment(vllm_config: Any) -> str:
     ranks = parallel.data_parallel_size
     if parallel.nnodes > 1:
         return f"a replica over {parallel.nnodes} nodes; harvest replicas of one node"
-    if parallel.distributed_executor_backend not in _ONE_NODE_BACKENDS:
+    if parallel.distributed_executor_backend not in ONE_NODE_BACKENDS:
         # Also a class, or its import path.
         return (
             f"the executor backend {parallel.distributed_executor_backend} may place its ranks on "

@@ -179,6 +179,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         "ParallelConfig.worker_extension_cls",
         "ParallelConfig.world_size",
         "ParallelConfig.data_parallel_size",
+        "ParallelConfig.data_parallel_index",
     ),
     Symbol(Use.READ, "vllm.distributed.parallel_state", "GroupCoordinator.__init__", ("gloo",)),
     *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_uuid"),

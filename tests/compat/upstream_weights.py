@@ -143,6 +143,13 @@ WEIGHTS: tuple[Symbol, ...] = (
         ("method", "timeout", "args", "kwargs", "non_block", "unique_reply_rank"),
     ),
     *reads(_EXECUTOR, "MultiprocExecutor.response_mqs"),
+    *reads("vllm.v1.executor.abstract", "Executor.uses_ray"),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.executor.ray_executor",
+        "RayDistributedExecutor.collective_rpc",
+        ("method", "timeout", "args", "kwargs", "non_block"),
+    ),
     Symbol(
         Use.CALL,
         _PATCHES,

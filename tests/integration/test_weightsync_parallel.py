@@ -1,4 +1,4 @@
-"""Whole engines of two ranks follow a store: ranks of tensors, of experts and of a pipeline.
+"""Whole engines of two ranks follow a store: ranks of tensors, of experts, of a pipeline, on Ray.
 
 The engines run in one child process each (see test_weightsync_vllm.py) with a process per rank.
 """
@@ -12,7 +12,10 @@ from tests.integration.weightsync_child import run_child
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 
-@pytest.fixture(scope="module", params=["tensors", "experts", "layers"])
+ON_RAY = [pytest.param(split, marks=pytest.mark.ray) for split in ("ray", "legacy-ray")]
+
+
+@pytest.fixture(scope="module", params=["tensors", "experts", "layers", *ON_RAY])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The child's report with one way of sharding a model."""
     pytest.importorskip("vllm")

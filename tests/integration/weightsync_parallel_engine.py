@@ -6,6 +6,7 @@ The first loads a checkpoint, the second follows a store to the same state.
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,14 @@ PIPELINE = {
     "compilation_config": {"mode": 1},
     **TWO_PROCESSES,
 }
-SPLITS = {"tensors": TENSOR, "experts": EXPERTS, "layers": PIPELINE}
+ON_RAY = {**TENSOR, "distributed_executor_backend": "ray"}
+SPLITS = {
+    "tensors": TENSOR,
+    "experts": EXPERTS,
+    "layers": PIPELINE,
+    "ray": ON_RAY,
+    "legacy-ray": ON_RAY,
+}
 
 
 def _dense_checkpoints(root: Path) -> tuple[State, State]:
@@ -138,8 +146,21 @@ def _followed(
 
 
 def main(root: Path, split: str) -> None:
-    states = (_dense_checkpoints if split == "layers" else checkpoints)(root)
-    fresh = new_engine(str(root / "second"), **SPLITS[split])
+    if SPLITS[split] is not ON_RAY:
+        _run(root, split, fresh_split=split)
+        return
+    from tests.integration.ray_cpu_workers import LEGACY, cluster, unlink_shared_memory
+
+    os.environ.update(LEGACY if split == "legacy-ray" else {})
+    with cluster(workers=2):
+        _run(root, split, fresh_split="tensors", started=unlink_shared_memory)
+
+
+def _run(
+    root: Path, split: str, *, fresh_split: str, started: Callable[[Any], None] = lambda _: None
+) -> None:
+    states = (checkpoints if split in {"tensors", "experts"} else _dense_checkpoints)(root)
+    fresh = new_engine(str(root / "second"), **SPLITS[fresh_split])
     seen: dict[str, Any] = {"fresh": generated(fresh)}
     fresh.llm_engine.engine_core.shutdown()
     following = new_engine(
@@ -148,6 +169,7 @@ def main(root: Path, split: str) -> None:
         weight_transfer_config={"backend": "rosemux"},
         **SPLITS[split],
     )
+    started(following)
 
     from weightsync.publisher import Publisher
 

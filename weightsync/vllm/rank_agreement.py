@@ -11,7 +11,7 @@ Imported in every vLLM process, so it imports nothing heavy before an update.
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.wire.engines import WorkerMethod
@@ -34,9 +34,29 @@ _Call: TypeAlias = Callable[..., list[Any]]
 def install(backend: str) -> None:
     """Makes engines with our backend compare before they update. Idempotent; after the executor
     reads all replies (executor_replies.py)."""
+    from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     compare_before_updates(MultiprocExecutor, backend)
+    follow_ray(Executor, backend)
+
+
+def follow_ray(executor_class: Any, backend: str) -> None:
+    """Makes executors on Ray compare too, from when one is made: importing their module would
+    import Ray in every vLLM process. vLLM's newer one is a MultiprocExecutor, its legacy one
+    (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0) has calls of its own. Idempotent."""
+    original: Any = executor_class.__init__
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @wraps(original)
+    def init(executor: Any, vllm_config: Any) -> None:
+        if executor.uses_ray:
+            compare_before_updates(type(executor), backend)
+        original(executor, vllm_config)
+
+    setattr(init, _ORIGINAL, original)
+    executor_class.__init__ = init
 
 
 def compare_before_updates(executor_class: Any, backend: str) -> None:

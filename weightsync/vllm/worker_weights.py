@@ -247,7 +247,10 @@ def _weight_root(model_config: Any) -> StoreRoot:
         BaseCheckpoint(base)
     try:
         if not location:
-            raise ConfigError(f"{ROOT_VARIABLE} is not set")
+            raise ConfigError(
+                f"{ROOT_VARIABLE} is not set in this worker; vLLM's legacy executor on Ray passes "
+                "it on with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=ROSEMUX_"
+            )
         return StoreRoot(location, base_checkpoint=base)
     except ConfigError as error:
         raise ConfigError(

@@ -248,6 +248,8 @@ slots:
         "[--config, more.yaml]",
         "[--scheduler_cls, other.Scheduler]",
         "[--weight-transfer-config.backend, nccl]",
+        "[--distributed-executor-backend, ray]",
+        "[--data-parallel-size=2]",
     ],
 )
 def test_flags_that_are_rosemux_s_own_are_refused_for_a_guest(write: Any, arguments: str) -> None:

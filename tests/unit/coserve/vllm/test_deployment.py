@@ -1,4 +1,5 @@
-"""Deployments beside which no guest may run, from configurations with vLLM's fields."""
+"""Deployments beside which no guest may run, and guests that may not, from configurations with
+vLLM's fields."""
 
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coserve.vllm.guest_start import unfit_guest
 from coserve.vllm.pulse_reporter import unfit_deployment
 
 ALONE = {
@@ -15,6 +17,7 @@ ALONE = {
     "data_parallel_backend": "mp",
     "data_parallel_size": 1,
     "data_parallel_size_local": 1,
+    "data_parallel_index": 0,
 }
 
 
@@ -145,6 +148,30 @@ def test_an_engine_that_waits_for_other_machines_is_refused_with_a_remedy(
     unfit: Any, reason: str, remedy: str
 ) -> None:
     found = unfit_deployment(unfit)
+    assert reason in found
+    assert remedy in found
+
+
+@pytest.mark.parametrize("backend", [None, "mp", "uni"])
+def test_a_guest_whose_workers_descend_from_it_fits(backend: str | None) -> None:
+    shape = config(distributed_executor_backend=backend).parallel_config
+    assert unfit_guest(shape) == ""
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason", "remedy"),
+    [
+        ({"nnodes": 2}, "ranks are on 2 nodes", "production's node"),
+        ({"distributed_executor_backend": "ray"}, "backend ray", "leave out"),
+        ({"distributed_executor_backend": "house.Executor"}, "house.Executor", "leave out"),
+        ({"data_parallel_size": 2}, "data-parallel", "one rank"),
+        ({"data_parallel_index": 1}, "data-parallel", "one rank"),
+    ],
+)
+def test_a_guest_with_ranks_that_its_gate_or_isolation_does_not_hold_is_refused(
+    shape: dict[str, Any], reason: str, remedy: str
+) -> None:
+    found = unfit_guest(config(**shape).parallel_config)
     assert reason in found
     assert remedy in found
 

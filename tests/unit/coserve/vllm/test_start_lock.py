@@ -10,7 +10,7 @@ import pytest
 from coserve.guest.launch_lock import LaunchLock
 from coserve.vllm import guest_start
 from coserve.vllm.environment import Role, SlotEnvironment
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 
 BRIEF_S = 0.05
 
@@ -88,12 +88,32 @@ def test_an_operator_may_name_the_directory_and_the_patience(
         guest_start.acquire_launch_lock(slot, Gpus("GPU-a"), workers=1)
 
 
+def shape(backend: str = "uni") -> SimpleNamespace:
+    parallel = SimpleNamespace(
+        world_size=1,
+        nnodes=1,
+        distributed_executor_backend=backend,
+        data_parallel_size=1,
+        data_parallel_index=0,
+    )
+    return SimpleNamespace(parallel_config=parallel)
+
+
+def test_a_guest_on_ray_is_refused_before_a_worker_starts(slot: SlotEnvironment) -> None:
+    pytest.importorskip("vllm.platforms")
+    started: list[Any] = []
+    locked_start = guest_start.under_launch_lock(lambda *given: started.append(given), slot)
+    with pytest.raises(Unsupported, match="may not be a guest: the executor backend ray"):
+        locked_start("executor", shape("ray"))
+    assert started == []
+
+
 def test_the_workers_start_under_the_lock_and_a_failed_start_releases_it(
     slot: SlotEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platforms = pytest.importorskip("vllm.platforms")
     monkeypatch.setattr(platforms, "current_platform", Gpus("GPU-a"), raising=False)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1))
+    config = shape()
     taken: list[bool] = []
 
     def start(executor: Any, vllm_config: Any) -> None:

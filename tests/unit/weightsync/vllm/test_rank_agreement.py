@@ -29,6 +29,7 @@ from weightsync.vllm.rank_agreement import (
     SUMS_METHOD,
     agreed,
     compare_before_updates,
+    follow_ray,
     staged,
 )
 from weightsync.vllm.stager import StageState
@@ -357,6 +358,35 @@ def test_an_executor_without_ranks_to_compare_updates_as_ever(ranks: int, info: 
     executor = Executor(ranks, {})
     executor.collective_rpc("update_weights", kwargs={"update_info": info})
     assert executor.calls == [("update_weights", {"update_info": info})]
+
+
+@pytest.mark.parametrize(("uses_ray", "compares"), [(True, True), (False, False)])
+def test_an_executor_on_ray_with_calls_of_its_own_compares_from_when_it_is_made(
+    uses_ray: bool, compares: bool
+) -> None:
+    """As vLLM's legacy one; other executors of an operator's are left as they are."""
+
+    class Base:
+        def __init__(self, _vllm_config: Any) -> None:
+            raise NotImplementedError
+
+    class Own(Executor, Base):
+        def __init__(self, vllm_config: Any) -> None:
+            Executor.__init__(self, 2, {SUMS_METHOD: [RankSums(), RankSums()]})
+            with pytest.raises(NotImplementedError):
+                Base.__init__(self, vllm_config)
+
+        def collective_rpc(self, method: str, **named: Any) -> list[Any]:  # type: ignore[override]
+            self.calls.append((method, named["kwargs"]))
+            return self.answers.get(method, [None, None])
+
+    Own.uses_ray = uses_ray  # type: ignore[attr-defined]
+    for _ in range(2):
+        follow_ray(Base, "rosemux")
+    executor = Own(None)
+    executor.collective_rpc("update_weights", kwargs={"update_info": {"store": "job"}})
+    names = [method for method, _ in executor.calls]
+    assert names == [*(SUMS_METHOD, JUDGE_METHOD) * compares, "update_weights"]
 
 
 class Fused(torch.nn.Module):
