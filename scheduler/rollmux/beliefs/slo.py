@@ -29,6 +29,8 @@ moment of its cycle, and first come, first served makes the job wait once."""
 REGAIN_ITERATIONS: Final = 3.0
 """Iterations alone, about the time between two reviews, in which a job has to regain a surprise's
 cost. A job that drifts is not expected to: its forecast errs again the same way."""
+_LEAST_S: Final = 1e-3
+"""Least time alone, in s: slow-downs are over it."""
 NEEDS_DEDICATED_NODES: Final = 0.0
 """The SLO of a job that needs dedicated nodes: no shared node can keep it."""
 
@@ -52,6 +54,10 @@ class SloProgress:
     def credit_s(self, now: float) -> float:
         """Delay that the job can still absorb, if it ended now."""
         return self.slo * self.solo_s - (now - self.began_s)
+
+    def take_back(self, seconds: float) -> None:
+        """Takes back time that was counted as alone and was none."""
+        self.solo_s = max(_LEAST_S, self.solo_s - max(0.0, seconds))
 
     def slo_ahead(
         self, now: float, *, iteration_s: float, under_way_s: float = 0.0, drifts: bool = False

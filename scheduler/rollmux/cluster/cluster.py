@@ -132,7 +132,7 @@ class ClusterPolicy:
             return
         placed, facts = self.placements[job], self.planner.facts[job]
         self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
-        facts.account.solo_s -= end.earlier_lost_s
+        facts.account.take_back(end.earlier_lost_s)
         self.layout_changed |= self.load_times.observe(placed, end)
         if curve is not None:
             facts.learn_tail(

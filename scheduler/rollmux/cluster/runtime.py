@@ -17,7 +17,7 @@ from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.permit_updates import Removal
 from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
-from scheduler.rollmux.permits.completion import SEEN_MIN, CompletionCurve
+from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import (
     Beat,
     ControlResumed,
@@ -205,7 +205,7 @@ class PhaseRuntime:
         """Completion curve of the job's rollouts, once enough of them were seen."""
         permit = self.permits.permit(end.job)
         curve = None if permit is None else permit.curves.get(end.kind)
-        return curve if curve is not None and curve.seen >= SEEN_MIN else None
+        return curve if curve is not None and curve.is_known else None
 
     def _record_call(self, event: RuntimeEvent, now: float) -> None:
         match event:

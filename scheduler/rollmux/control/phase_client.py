@@ -116,7 +116,7 @@ class PhaseClient:
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._declaration = _declaration(terms, self._holder, harvesting=gateway is not None)
         self._on_move = on_move
-        self._loading_s = 0.0
+        self._loading_s = self._released_s = 0.0
         self._leased_s = 0.0
         self._loaded = LoadedStates(transport, self._clock, self.job, self._holder)
         self._residents: dict[PhaseKind, _Resident] = {}
@@ -252,7 +252,8 @@ class PhaseClient:
             failed = failed or f"could not be released: {error!r}"
             self._leave(permit, failed=failed, stays_loaded=True)
             raise
-        self._loading_s += self._clock.now() - ended_s
+        self._released_s = self._clock.now() - ended_s
+        self._loading_s += self._released_s
         if stays_loaded:
             self._keep_loaded(permit, resident)
         self._leave(permit, failed=failed, stays_loaded=stays_loaded)
@@ -294,8 +295,9 @@ class PhaseClient:
             loading_s=self._loading_s,
             leased_s=self._leased_s,
             stays_loaded=stays_loaded,
+            released_s=self._released_s,
         )
-        self._leased_s = 0.0
+        self._leased_s = self._released_s = 0.0
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
         timeout_s = self._calls.timeout_s
         timeout_s = min(timeout_s, permit.lease_s) if failed else timeout_s

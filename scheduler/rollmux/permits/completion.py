@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from scheduler.model import Completion
 from scheduler.rollmux.beliefs.tail import best_tail
@@ -66,7 +67,7 @@ class TailMove(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Completion over time of one kind of phase of a job, from its latest ones."""
 
-    seen: int = 0
+    at_home: int = 0
     """Number of phases whose tail stayed at home."""
     times: tuple[float, ...] = ()
     """Share of the phase's time after which each of `RATIOS` was complete at home."""
@@ -77,7 +78,11 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stays(self) -> bool:
         """Whether the next tail stays at home, for the curve."""
-        return self.moved >= (_MOVED_MAX if self.seen >= SEEN_MIN else 1)
+        return self.moved >= (_MOVED_MAX if self.is_known else 1)
+
+    @property
+    def is_known(self) -> bool:
+        return self.at_home >= SEEN_MIN
 
     def after(
         self, course: ProgressTimes, *, lasted_s: float, loading_s: float = 0.0
@@ -86,15 +91,16 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self
-        ended = course.progressed(1.0, at_s=lasted_s + loading_s)
+        ended = course.progressed(1.0, at_s=max(course.at_s, lasted_s + loading_s))
         if len(ended.passed_s) < len(RATIOS):
             return self
         found = [min(1.0, max(0.0, passed_s - loading_s) / lasted_s) for passed_s in ended.passed_s]
         # It stands for the phases whose tails have moved since the last one, too.
-        weight = max(1.0 / (self.seen + 1.0), min((1.0 + self.moved) / MEMORY, _WEIGHT_MAX))
+        weight = max(1.0 / (self.at_home + 1.0), min((1.0 + self.moved) / MEMORY, _WEIGHT_MAX))
         old = self.times or found
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
-        return CompletionCurve(seen=self.seen + 1, times=times, room=self.room.after_tail_at_home())
+        room = self.room.after_tail_at_home()
+        return CompletionCurve(at_home=self.at_home + 1, times=times, room=room)
 
     def after_move(
         self, move: TailMove, *, worked_s: float, loading_s: float
@@ -102,19 +108,24 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         """Folds in one more phase whose tail moved; it worked for `worked_s`, of which loading and
         the move took `loading_s`."""
         curve = msgspec.structs.replace(self, moved=self.moved + 1)
-        passed_s = move.course.passed_s
-        if move.left_s is None or not passed_s or self.seen < SEEN_MIN:
+        course = move.course
+        if move.left_s is None or course.ratio < RATIOS[0] or not self.is_known:
             return curve, LostTime()
         loaded_s = max(0.0, loading_s - (move.left_s - move.asked_s))
-        passed_ratio = self.times[len(passed_s) - 1]
-        phase_s = max(0.0, passed_s[-1] - loaded_s) / max(passed_ratio, _LEAST_RATIO)
+        passed_ratio = float(np.interp(course.ratio, (*RATIOS, 1.0), (*self.times, 1.0)))
+        phase_s = max(0.0, course.at_s - loaded_s) / max(passed_ratio, _LEAST_RATIO)
         room, lost = self.room.after(
             took_s=worked_s - move.left_s,
             home_s=phase_s - (move.asked_s - loaded_s),
             phase_s=phase_s,
-            waited_s=move.asked_s - passed_s[-1],
+            waited_s=move.asked_s - course.at_s,
+            references=self.at_home,
         )
         return msgspec.structs.replace(curve, room=room), lost
+
+    def forget_tails(self) -> "CompletionCurve":
+        """Keeps the room, and nothing of the tails that it was compared with."""
+        return msgspec.structs.replace(self, room=TailRoom(ratio=self.room.ratio))
 
     @property
     def points(self) -> tuple[Completion, ...]:
@@ -126,7 +137,7 @@ def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, in
 
     A share of 1: it keeps all to its end.
     """
-    if not phase.learn_tail or curve is None or curve.seen < SEEN_MIN:
+    if not phase.learn_tail or curve is None or not curve.is_known:
         return phase.tail_ratio, phase.tail_accelerators
     return _learned_tail(curve.times, curve.room.ratio, phase.all_accelerators)
 

@@ -34,7 +34,10 @@ def ended(
     permit.work_until(now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
     loading_s = min(event.loading_s, permit.worked_s)
-    lost = _learn(permit, permit.kind, loading_s=loading_s, leased_s=leased_s)
+    released_s = min(event.released_s, loading_s)
+    lost = _learn(
+        permit, permit.kind, loading_s=loading_s, released_s=released_s, leased_s=leased_s
+    )
     done = end(
         table,
         permit,
@@ -52,7 +55,9 @@ def ended(
     return [done, enqueue(table, permit, permit.terms.after(permit.kind), now=now)]
 
 
-def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> LostTime:
+def _learn(
+    permit: JobPermit, kind: PhaseKind, *, loading_s: float, released_s: float, leased_s: float
+) -> LostTime:
     """Learns the phase's duration and its completion, for the threshold of its tail; returns what
     its tail has lost on a part of its nodes."""
     longest = permit.longest_runs.get(kind, LongestRun())
@@ -63,10 +68,13 @@ def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: fl
     if not learns or permit.course is None:
         return LostTime()
     curve, lost, tail = permit.curves.get(kind, CompletionCurve()), LostTime(), permit.tail
-    if tail is None or tail.left_s is None:
-        curve = curve.after(permit.course, lasted_s=lasted_s, loading_s=loading_s)
-    else:
-        curve, lost = curve.after_move(tail, worked_s=permit.worked_s, loading_s=loading_s)
+    loaded_s = loading_s - released_s
+    if tail is not None and tail.left_s is not None:
+        worked_s = permit.worked_s - released_s
+        curve, lost = curve.after_move(tail, worked_s=worked_s, loading_s=loaded_s)
+    elif tail is None and not permit.accelerators:
+        # A tail that ended before its move was a short one, and one beside another's ran on a part.
+        curve = curve.after(permit.course, lasted_s=lasted_s, loading_s=loaded_s)
     permit.curves[kind] = curve
     return lost
 
@@ -127,6 +135,8 @@ def fail(
         permit.work_until(now)
         permit.longest_runs[permit.kind] = longest.cut(permit.worked_s)
     permit.failures += 1
+    # The phases of the lost iteration are no time alone any more: what they may have lost is gone.
+    permit.curves = {kind: curve.forget_tails() for kind, curve in permit.curves.items()}
     return end(table, permit, reason, words, now=now, stays_loaded=stays_loaded)
 
 

@@ -80,6 +80,8 @@ class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
     """Time that leases saved, in s: the solo duration is longer by it."""
     stays_loaded: bool = False
     """The state is still on the accelerators; the control asks for them when another job starts."""
+    released_s: Annotated[float, AtLeastZero] = 0.0
+    """Part of `loading_s` after the phase's work, in s."""
 
 
 class Unloaded(StrictStruct, frozen=True, kw_only=True, tag="unloaded"):

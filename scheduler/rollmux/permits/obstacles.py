@@ -103,7 +103,7 @@ def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableT
     if phase is None or holder.stage is not PermitStage.RUNNING or not holder.in_tail:
         return None
     curve = holder.curves.get(phase.kind)
-    if phase.learn_tail and curve is not None and curve.stays:
+    if phase.learn_tail and curve is not None and curve.stays and holder.course is not None:
         return None
     _, count = tail_of(phase, curve)
     alone = not holder.accelerators and not any(map(table.has_tail, holder.nodes))

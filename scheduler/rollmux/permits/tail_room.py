@@ -18,6 +18,8 @@ _TAILS_MAX: Final = 32
 """Tails that are remembered; then all of them count half."""
 _SURE_ERRORS: Final = 2.0
 """A slow-down of fewer standard errors may be the spread of the job's responses."""
+_REFERENCES_MAX: Final = 4
+"""Phases at home that the curve is worth at most: it fades."""
 _SLOW_RATIO: Final = 1.15
 """Tails that take longer than this, over home, get more room."""
 _LESS_RATIO: Final = 0.9
@@ -56,6 +58,8 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the times that they would have taken at home."""
     squares_s2: float = 0.0
     """Sum of the squared differences of both."""
+    references: int = _REFERENCES_MAX
+    """Number of phases at home that the curve is worth. Its error is common to all tails."""
     counted_s: float = 0.0
     """Part of the difference of both sums that was returned as lost."""
     stayed: int = 0
@@ -68,17 +72,20 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
         if self.tails < _TAILS_MIN or lost_s <= 0.0:
             return 1.0
         spread_s2 = max(0.0, self.squares_s2 - lost_s**2 / self.tails)
-        error_s = sqrt(spread_s2 * self.tails / (self.tails - 1))
+        one_s2 = spread_s2 / (self.tails - 1)
+        error_s = sqrt(one_s2 * self.tails + one_s2 * self.tails**2 / self.references)
         return self.took_s / self.home_s if lost_s > _SURE_ERRORS * error_s else 1.0
 
     def after(
-        self, *, took_s: float, home_s: float, phase_s: float, waited_s: float
+        self, *, took_s: float, home_s: float, phase_s: float, waited_s: float, references: int
     ) -> tuple["TailRoom", LostTime]:
         """Folds in one more moved tail, which took `took_s` and would have taken `home_s` at home,
-        of a phase of `phase_s`. It moved `waited_s` after the completed share that tells so."""
+        of a phase of `phase_s`. It moved `waited_s` after the completed share that tells so, by the
+        curve of `references` phases at home."""
+        compared_s = min(took_s, _TAIL_MAX_RATIO * max(home_s, 0.0))
         if home_s < _REST_MIN_RATIO * phase_s or waited_s > _WAITED_MAX_RATIO * (home_s + waited_s):
-            return self, LostTime(here_s=self._lost_s(took_s))
-        compared_s = min(took_s, _TAIL_MAX_RATIO * home_s)
+            lost = LostTime(here_s=self._lost_s(compared_s))
+            return msgspec.structs.replace(self, stayed=0), lost
         seen = TailRoom(
             ratio=self.ratio,
             tails=self.tails + 1,
@@ -86,10 +93,11 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             home_s=self.home_s + home_s,
             squares_s2=self.squares_s2 + (compared_s - home_s) ** 2,
             counted_s=self.counted_s,
+            references=min(references, _REFERENCES_MAX),
         )
         if seen.slowdown == 1.0:
             return seen if seen.tails < _TAILS_MAX else seen._less(), LostTime()
-        here_s = seen._lost_s(took_s)
+        here_s = seen._lost_s(compared_s)
         earlier_s = max(0.0, seen.took_s - seen.home_s - seen.counted_s - here_s)
         seen = msgspec.structs.replace(seen, counted_s=seen.counted_s + here_s + earlier_s)
         lost = LostTime(here_s, earlier_s)
@@ -121,4 +129,5 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
             home_s=self.home_s / 2,
             squares_s2=self.squares_s2 / 2,
             counted_s=self.counted_s / 2,
+            references=self.references,
         )

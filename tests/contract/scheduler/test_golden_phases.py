@@ -78,7 +78,10 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "leave",
         Leave(job=JOB, epoch=Epoch(2)),
-        b'{"type":"leave","job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,"stays_loaded":false}',
+        (
+            b'{"type":"leave","job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,'
+            b'"stays_loaded":false,"released_s":0.0}'
+        ),
     ),
     (
         "unloaded",

@@ -47,14 +47,20 @@ def test_each_variant_breaks_one_assumption_and_all_breaks_each(
             found.add("curve")
         if as_numbers(changed) != as_numbers(jobs):
             found.add("lengths")
+        if any(one.curve_powers for one in changed):
+            found.add("curve_powers")
         return found
 
     assert broken(AS_PUBLISHED) == set()
     single = {
-        variant: broken(variant) for variant in VARIANTS if variant not in (AS_PUBLISHED, "all")
+        variant: broken(variant)
+        for variant in VARIANTS
+        if variant not in (AS_PUBLISHED, "all", "irregular_tails", "slow_tails")
     }
     assert all(len(names) == 1 for names in single.values())
     assert broken("all") == set().union(*single.values())
+    assert broken("irregular_tails") == {"curve_powers"}
+    assert broken("slow_tails") == {"curve_powers", "tail_room_ratio"}
 
 
 def test_own_tails_are_drawn_widely(jobs: list[SimulatedJob]) -> None:

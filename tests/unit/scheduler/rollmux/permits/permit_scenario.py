@@ -65,9 +65,9 @@ class Group:
         event = Beat(job=JobId(job), epoch=self.epoch(job), recall=how)
         return self._observe(event)
 
-    def end(self, job: str, *, epoch: int | None = None, failed: str = "") -> Any:
+    def end(self, job: str, *, epoch: int | None = None, failed: str = "", **times_s: float) -> Any:
         at = Epoch(epoch or self.epoch(job))
-        return self._observe(Leave(job=JobId(job), epoch=at, failed=failed))
+        return self._observe(Leave(job=JobId(job), epoch=at, failed=failed, **times_s))
 
     def stopped(self, job: str) -> Any:
         """The process reports that its states are off all accelerators."""

@@ -72,7 +72,7 @@ def test_a_phase_that_ends_at_once_keeps_all_to_its_end() -> None:
 
 
 def test_without_progress_nothing_is_learned_and_beats_may_say_anything() -> None:
-    assert _learned(lasted_s=100.0).seen == 0
+    assert _learned(lasted_s=100.0).at_home == 0
     odd = _course((5.0, 0.5), (4.0, 0.9), (6.0, 0.2), (7.0, float("nan")), (8.0, 7.0))
     assert odd.ratio == 1.0
     assert len(odd.passed_s) == len(RATIOS)
@@ -115,7 +115,7 @@ def test_learned_durations_survive_a_restart() -> None:
     assert before is not None
     assert after is not None
     assert after.curves == before.curves
-    assert after.curves[ROLLOUT].seen == SEEN_MIN
+    assert after.curves[ROLLOUT].at_home == SEEN_MIN
 
 
 def test_a_phase_of_which_the_control_missed_a_part_teaches_nothing() -> None:
