@@ -170,7 +170,7 @@ def test_the_unloading_after_a_moved_tail_is_no_slowness() -> None:
     assert jobs.curve.room.slowdown == 1.0
 
 
-def test_what_a_lost_iterations_tail_had_lost_is_not_taken_back_twice() -> None:
+def test_the_loss_of_a_lost_iterations_tail_is_not_taken_back_twice() -> None:
     """The planner takes the whole iteration back."""
     jobs = TwoJobs()
     for _ in range(3):
