@@ -71,6 +71,8 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Number of phases whose tail stayed at home."""
     times: tuple[float, ...] = ()
     """Share of the phase's time after which each of `RATIOS` was complete at home."""
+    references: float = 1.0
+    """Number of phases whose plain mean would be as exact."""
     room: TailRoom = TailRoom()
     moved: int = 0
     """Number of moved tails since one stayed at home."""
@@ -100,7 +102,10 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         old = self.times or found
         times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
         room = self.room.after_tail_at_home()
-        return CompletionCurve(at_home=self.at_home + 1, times=times, room=room)
+        references = 1.0 / ((1.0 - weight) ** 2 / self.references + weight**2)
+        return CompletionCurve(
+            at_home=self.at_home + 1, times=times, references=references, room=room
+        )
 
     def after_move(
         self, move: TailMove, *, worked_s: float, loading_s: float
@@ -119,7 +124,7 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
             home_s=phase_s - (move.asked_s - loaded_s),
             phase_s=phase_s,
             waited_s=move.asked_s - course.at_s,
-            references=self.at_home,
+            references=self.references,
         )
         return msgspec.structs.replace(curve, room=room), lost
 

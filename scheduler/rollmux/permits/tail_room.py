@@ -18,8 +18,8 @@ _TAILS_MAX: Final = 32
 """Tails that are remembered; then all of them count half."""
 _SURE_ERRORS: Final = 2.0
 """A slow-down of fewer standard errors may be the spread of the job's responses."""
-_REFERENCES_MAX: Final = 4
-"""Phases at home that the curve is worth at most: it fades."""
+_REFERENCES_MAX: Final = 10.0
+"""Phases at home that a curve is worth at most: it may be of an earlier policy."""
 _SLOW_RATIO: Final = 1.15
 """Tails that take longer than this, over home, get more room."""
 _LESS_RATIO: Final = 0.9
@@ -58,7 +58,7 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the times that they would have taken at home."""
     squares_s2: float = 0.0
     """Sum of the squared differences of both."""
-    references: int = _REFERENCES_MAX
+    references: float = _REFERENCES_MAX
     """Number of phases at home that the curve is worth. Its error is common to all tails."""
     counted_s: float = 0.0
     """Part of the difference of both sums that was returned as lost."""
@@ -77,7 +77,7 @@ class TailRoom(msgspec.Struct, frozen=True, kw_only=True):
         return self.took_s / self.home_s if lost_s > _SURE_ERRORS * error_s else 1.0
 
     def after(
-        self, *, took_s: float, home_s: float, phase_s: float, waited_s: float, references: int
+        self, *, took_s: float, home_s: float, phase_s: float, waited_s: float, references: float
     ) -> tuple["TailRoom", LostTime]:
         """Folds in one more moved tail, which took `took_s` and would have taken `home_s` at home,
         of a phase of `phase_s`. It moved `waited_s` after the completed share that tells so, by the
