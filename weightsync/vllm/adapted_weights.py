@@ -188,6 +188,11 @@ class AdaptedWeights:
         under this number now."""
         copy, receiver = coming.copy, self._stores.receiver(request.store)
         is_other = request.is_other(receiver, copy.applied.state_hash, copy.stamp)
+        published = self._stores.known(*request.key)
+        if published is not None and published.adapter != copy.record:
+            # The same adapter, on another base.
+            receiver.forget()
+            is_other = True
         return not is_other and coming.held is self._of_store(request.store)
 
     def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:

@@ -313,6 +313,22 @@ def test_a_new_run_s_base_is_staged_too(engine: Engine, states: tuple[State, ...
     assert engine.storage.holds("policy", lora(4))
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["state hash", "number"])
+def test_a_new_run_s_equal_adapter_brings_its_own_base(
+    engine: Engine, states: tuple[State, ...], knows: bool
+) -> None:
+    """Runs of one seed begin with the same adapter."""
+    engine.base(3)
+    assert engine.stage("lora", 1) is StageState.READY
+    shutil.rmtree(engine.root / "lora")
+    [published] = engine.publishes("lora", 5, 1)
+    expected = {"state_hash": published.state_hash} if knows else {}
+    assert engine.stage("lora", 1, **expected) is StageState.READY
+    engine.adapter("lora", 1, **expected)
+    assert engine.model.holds(states[4])
+    assert engine.storage.holds("policy", lora(1))
+
+
 def test_a_load_while_the_index_is_read_leaves_no_index_to_a_new_run(engine: Engine) -> None:
     wanted = RequestedVersion(store="lora", version=WeightVersion(1))
     assert engine.weights.stage(wanted).state is StageState.RUNNING
