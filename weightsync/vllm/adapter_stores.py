@@ -6,6 +6,7 @@ when, adapted_weights.py decides.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,13 @@ class AdapterStores:
         manifest, stamp = version_read
         if state_hash not in {None, manifest.state_hash}:
             return True
-        return self._opened(store)[0].stamp(version) not in {"", stamp}
+        opened, _ = self._opened(store)
+        if opened.stamp(version) in {"", stamp}:
+            return False
+        # Some file systems give a file another number at each look.
+        with suppress(RoseMuxError):
+            return opened.manifest(VersionRef(Kind.WEIGHT, version)) != manifest
+        return True
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
         """The index of a version, cached; None if it cannot be read, which the load reports."""

@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,17 @@ def test_a_new_run_s_equal_adapter_brings_its_own_base(
     engine.adapter("lora", 1, **expected)
     assert engine.model.holds(states[4])
     assert engine.storage.holds("policy", lora(1))
+
+
+def test_a_file_system_of_unstable_file_numbers_keeps_a_version_ready(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = count()
+    monkeypatch.setattr(DirectorySource, "stamp", lambda *_: f"{next(looks)}")
+    assert engine.stage("lora", 1) is StageState.READY
+    wanted = RequestedVersion(store="lora", version=WeightVersion(1))
+    assert engine.weights.stage(wanted).state is StageState.READY
+    assert engine.weights.stage(wanted).state is StageState.READY
 
 
 def test_a_load_while_the_index_is_read_leaves_no_index_to_a_new_run(engine: Engine) -> None:
