@@ -10,7 +10,7 @@ a full checkpoint has been applied: `settle` does that by itself.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -255,7 +255,6 @@ class Receiver:
             table = known.table if known else {}
             parts = self.parts(plan, held)
             self._copy = None
-            stamp = self._store.stamp(plan.target)
             staging = Staging(
                 self._store,
                 plan,
@@ -269,10 +268,12 @@ class Receiver:
                 partial_sums=known.partial_sums if known else {},
                 copy=copy.staged.full if copy and uses else None,
             )
-            staged = replace(staging.staged(), stamp=stamp)
+            staged = replace(staging.staged(), stamp=plan.stamp)
         if keeps:
             full = replace(plan.manifest, base_version=None, delta_encoding=None)
-            self._copy = _Copy(PlanStep(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
+            self._copy = _Copy(
+                PlanStep(VersionRef(Kind.ANCHOR, plan.target), full, 0, plan.stamp), staged
+            )
         return staged
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
@@ -373,9 +374,16 @@ class Receiver:
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
 
-    def stamp(self, version: WeightVersion) -> str:
-        """See `Store.stamp`."""
-        return self._store.stamp(version)
+    def has_other(self, version: WeightVersion, state_hash: str | None, stamp: str) -> bool:
+        """Whether the store has another state under this number than the one with this state hash
+        and `Store.stamp`."""
+        if self._store.stamp(version) in {"", stamp}:
+            return False
+        # Some file systems give a file another number at each look. A foreign index has no hash.
+        with suppress(RoseMuxError):
+            found = self._store.manifest(VersionRef(Kind.WEIGHT, version)).state_hash
+            return found is None or found != state_hash
+        return True
 
     def forget(self) -> None:
         """Drop all cached reads, which a holder found wrong by other means: they may be repaired

@@ -15,6 +15,7 @@ again where that fails, while the next ones are encoded; and from there the publ
 once the version is out. A full checkpoint is uploaded straight from the copy.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -49,6 +50,8 @@ from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import StoreWriter
 from weightsync.reading.store import Store
 from weightsync.transport.objects import ObjectStore
+
+_LOG = logging.getLogger(__name__)
 
 OWNER_FILE = ".publisher"
 _OURS = re.compile(r"[0-9a-f]{8}-rank-\d{5,}-\d{5,}\.safetensors\Z", re.ASCII)
@@ -167,9 +170,7 @@ class ObjectWriter(StoreWriter):
         with suppress(Corrupt):
             numbers.append(self.store.latest() or WeightVersion(0))
         newest = max(numbers, default=WeightVersion(0))
-        while self._objects.has(
-            f"{VersionRef(Kind.WEIGHT, WeightVersion(newest + 1)).directory}/{INDEX_FILE}"
-        ):
+        while self._has_index(WeightVersion(newest + 1)):
             newest = WeightVersion(newest + 1)
         return newest
 
@@ -220,20 +221,30 @@ class ObjectWriter(StoreWriter):
         try:
             self._check_owner(self._objects)
         except ConfigError:
-            self._put_forward(version)
+            self._put_right(version)
             raise
+        except RoseMuxError as error:
+            # The version is out: only a newer publisher would make it wrong.
+            _LOG.warning("not known whether LATEST is still this publisher's: %s", error)
 
-    def _put_forward(self, version: WeightVersion) -> None:
+    def _put_right(self, version: WeightVersion) -> None:
         """Undo a LATEST that may have replaced a newer publisher's: point it to the newest version.
         That publisher puts LATEST after the index, so that an index put later needs no look."""
+        # Listings may lag.
+        after = WeightVersion(version + 1)
+        if not self._has_index(version):
+            # The newer one began anew in an emptied store, or has pruned this version.
+            version = WeightVersion(0)
         while found := [
             newer
-            for newer in {WeightVersion(version + 1), *(ref.version for ref in self.refs())}
-            if newer > version
-            and self._objects.has(f"{VersionRef(Kind.WEIGHT, newer).directory}/{INDEX_FILE}")
+            for newer in {after, WeightVersion(version + 1), *(r.version for r in self.refs())}
+            if newer > version and self._has_index(newer)
         ]:
             version = max(found)
             self._objects.put(LATEST_FILE, latest_line(version))
+
+    def _has_index(self, version: WeightVersion) -> bool:
+        return self._objects.has(f"{VersionRef(Kind.WEIGHT, version).directory}/{INDEX_FILE}")
 
     def remove(self, ref: VersionRef) -> None:
         # Without its index a version is gone for readers; after a kill here the next publisher

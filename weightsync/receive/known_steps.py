@@ -41,6 +41,7 @@ class KnownSteps:
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
                 self._steps.clear()
+            stamp = self._store.stamp(ref.version)
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
@@ -50,7 +51,7 @@ class KnownSteps:
                 # that has not composed a delta in time would be waited for each time.
                 self.present -= {ref}
                 return None
-            self._steps[ref] = PlanStep(ref, manifest, self._store.size_bytes(ref, manifest))
+            self._steps[ref] = PlanStep(ref, manifest, self._store.size_bytes(ref, manifest), stamp)
         return self._steps[ref]
 
     def look_ahead(self, since: WeightVersion | None, target: WeightVersion) -> None:

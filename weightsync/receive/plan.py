@@ -29,6 +29,8 @@ class PlanStep:
     ref: VersionRef
     manifest: Manifest
     size_bytes: int
+    stamp: str = ""
+    """`Store.stamp` of the version, from before the manifest was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class PullPlan:
     """The full checkpoint whose layout holds for all steps; None uses the holder's layout."""
     manifest: Manifest
     """Manifest of the target version, from the last step."""
+    stamp: str
+    """`Store.stamp` of the target version, from before its manifest was read."""
 
     @property
     def target(self) -> WeightVersion:
@@ -183,19 +187,19 @@ def _longest_first(skips: Collection[VersionRef]) -> dict[WeightVersion, list[Ve
 def _plans_along(
     walk: _Walk, current: WeightVersion | None, *, layout_is_known: bool
 ) -> Iterator[PullPlan]:
-    goal: Manifest | None = None
+    goal: PlanStep | None = None
     chain: tuple[PlanStep, ...] = ()
     held: tuple[PlanStep, ...] | None = None
     fulls: list[tuple[PlanStep, ...]] = []
     for version, here, delta in walk:
-        goal = goal or next((step.manifest for step in (delta, *here) if step), None)
+        goal = goal or next((step for step in (delta, *here) if step), None)
         if goal is None:
             return
         if version == current:
             held = chain
             theirs = all(step.manifest.section is None for step in chain)
-            if goal.section is None and theirs and layout_is_known and not fulls:
-                yield PullPlan(current=current, steps=held, root=None, manifest=goal)
+            if goal.manifest.section is None and theirs and layout_is_known and not fulls:
+                yield _plan(goal, current, held)
         fulls += [(full, *chain) for full in here]
         if fulls and (current is None or version <= current):
             yield from _ways(goal, fulls, current, held)
@@ -205,7 +209,7 @@ def _plans_along(
     if goal is not None and fulls:
         yield from _ways(goal, fulls, current, held)
     if goal is not None and held is not None and layout_is_known:
-        yield PullPlan(current=current, steps=held, root=None, manifest=goal)
+        yield _plan(goal, current, held)
 
 
 def _no_way(
@@ -227,17 +231,25 @@ def _no_way(
     return Stale(f"version {target} was pruned or leads to no full checkpoint; take {latest}")
 
 
+def _plan(
+    goal: PlanStep,
+    current: WeightVersion | None,
+    steps: tuple[PlanStep, ...],
+    root: PlanStep | None = None,
+) -> PullPlan:
+    return PullPlan(
+        current=current, steps=steps, root=root, manifest=goal.manifest, stamp=goal.stamp
+    )
+
+
 def _ways(
-    goal: Manifest,
+    goal: PlanStep,
     fulls: Sequence[tuple[PlanStep, ...]],
     current: WeightVersion | None,
     held: tuple[PlanStep, ...] | None,
 ) -> list[PullPlan]:
     """Ways from each of these full checkpoints, and from the current version with their layout."""
-    ways = [
-        PullPlan(current=None, steps=steps, root=steps[0], manifest=steps[-1].manifest)
-        for steps in fulls
-    ]
+    ways = [_plan(steps[-1], None, steps, steps[0]) for steps in fulls]
     if held is not None:
-        ways.append(PullPlan(current=current, steps=held, root=fulls[0][0], manifest=goal))
+        ways.append(_plan(goal, current, held, fulls[0][0]))
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))

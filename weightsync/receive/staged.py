@@ -80,7 +80,7 @@ class Staged:
     """Sums of the same tensors, as far as they were found."""
     budget: MemoryBudget
     stamp: str = ""
-    """`Store.stamp` of the version when it was staged."""
+    """`Store.stamp` of the version, no newer than what was staged."""
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""
 

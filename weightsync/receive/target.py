@@ -63,14 +63,15 @@ class TensorTarget(HostTarget):
     memory, such as tied weights, are changed once."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError for tensors that cannot be changed in place."""
+        """Raises ConfigError for tensors that cannot be changed in place, and Unsupported for
+        those that safetensors cannot name."""
         for name, tensor in tensors.items():
             if not is_contiguous(tensor):
                 raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")
             if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
                 raise ConfigError(f"{name} is a read-only array: it cannot be changed in place")
-        self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
         self._layout = {name: spec_of(tensor, what=name) for name, tensor in tensors.items()}
+        self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
         owners: dict[object, str] = {}
         self._owner = {
             name: owners.setdefault(memory_of(tensor) or name, name)

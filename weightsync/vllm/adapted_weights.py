@@ -74,6 +74,7 @@ class AdaptedWeights:
 
         Raises ConfigError or Stale where `load` would refuse a base: callers need not pause.
         """
+        self._forget_other(request)
         manifest = self._stores.known(*request.key)
         if manifest is None:
             # A store that does not answer holds up no step.
@@ -104,6 +105,7 @@ class AdaptedWeights:
         Raises ConfigError for a base that adapters in force do not fit, for an adapter without a
         name, and for one whose base differs from another adapter's in force.
         """
+        self._forget_other(request)
         try:
             if not self._is_adapter(request):
                 self._check_base_stays(request)
@@ -115,10 +117,11 @@ class AdaptedWeights:
                 )
             return self._load_adapter(checked_name(request.adapter, what="adapter"), request)
         finally:
-            self._stores.forget(*request.key)
+            self._forget(request)
 
     def sums(self, request: RequestedVersion, *, anew: bool = False) -> RankSums:
         """See EngineWeights: of the base that the update brings. Ranks have whole adapters."""
+        self._forget_other(request)
         manifest = self._stores.manifest(*request.key)
         record = manifest.adapter if manifest is not None else None
         self._moves_base = record is None or not self._is_on(record)
@@ -158,6 +161,16 @@ class AdaptedWeights:
         self._base.close()
         self._stores.close()
 
+    def _forget_other(self, request: RequestedVersion) -> None:
+        """Forget what was read of another run's version of this number: it names another base."""
+        if self._stores.has_other(*request.key, request.state_hash):
+            self._forget(request)
+
+    def _forget(self, request: RequestedVersion) -> None:
+        self._stores.forget(*request.key)
+        if self._reader.ready(request.key) is not None:
+            self._reader.clear()
+
     def _load_adapter(self, name: str, request: RequestedVersion) -> Applied:
         coming = self._stager.take(request.key, self._preparing(request))
         if not self._fits(coming, request):
@@ -175,6 +188,11 @@ class AdaptedWeights:
         under this number now."""
         copy, receiver = coming.copy, self._stores.receiver(request.store)
         is_other = request.is_other(receiver, copy.applied.state_hash, copy.stamp)
+        published = self._stores.known(*request.key)
+        if published is not None and published.adapter != copy.record:
+            # The same adapter, on another base.
+            receiver.forget()
+            is_other = True
         return not is_other and coming.held is self._of_store(request.store)
 
     def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:
@@ -230,7 +248,7 @@ class AdaptedWeights:
         return lambda: self._prepared(request, held)
 
     def _prepared(self, request: RequestedVersion, held: AdapterCopy | None) -> _ComingAdapter:
-        copy = self._stores.copied(request.store, request.version, held)
+        copy = self._stores.copied(*request.key, held, check=request.check)
         with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
             copy.write_to(Path(directory))
             return _ComingAdapter(copy, self._storage.read(Path(directory)), held)

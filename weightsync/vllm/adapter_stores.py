@@ -5,7 +5,8 @@ runs, and handed over whole as the files that PEFT writes. Which adapter an engi
 when, adapted_weights.py decides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,9 @@ class AdapterStores:
         self._root = root
         self._pool = PacedPool(THREADS)
         self._open: dict[str, tuple[Store, Receiver]] = {}
-        self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
-        """Manifests of versions between their first staging and the end of their load."""
+        self._manifests: dict[tuple[str, WeightVersion], tuple[Manifest, str]] = {}
+        """Manifests of versions between their first staging and the end of their load, each with
+        the `Store.stamp` before it was read."""
 
     def paced_by(self, pace: Pace) -> None:
         """See EngineWeights."""
@@ -82,36 +84,61 @@ class AdapterStores:
 
     def known(self, store: str, version: WeightVersion) -> Manifest | None:
         """The index of a version, if it was read for this update."""
-        return self._manifests.get((store, version))
+        found, _ = self._manifests.get((store, version), (None, ""))
+        return found
+
+    def has_other(self, store: str, version: WeightVersion, state_hash: str | None) -> bool:
+        """Whether the index that was read for this update is not of the expected state, or was
+        replaced since: another run may have published this number."""
+        if (version_read := self._manifests.get((store, version))) is None:
+            return False
+        manifest, stamp = version_read
+        if state_hash not in {None, manifest.state_hash}:
+            return True
+        opened, _ = self._opened(store)
+        if opened.stamp(version) in {"", stamp}:
+            return False
+        # Some file systems give a file another number at each look.
+        with suppress(RoseMuxError):
+            return opened.manifest(VersionRef(Kind.WEIGHT, version)) != manifest
+        return True
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
         """The index of a version, cached; None if it cannot be read, which the load reports."""
         if (found := self.known(store, version)) is None:
             try:
+                stamp = self._opened(store)[0].stamp(version)
                 found = self._read_manifest(store, version)
             except RoseMuxError:
                 return None
             if len(self._manifests) >= MAX_REMEMBERED:
                 self._manifests.clear()
-            self._manifests[store, version] = found
+            self._manifests[store, version] = found, stamp
         return found
 
     def forget(self, store: str, version: WeightVersion) -> None:
         """The version's update is over: another run may publish one of its number."""
         self._manifests.pop((store, version), None)
 
-    def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
-        """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,
-        and ConfigError for whole models."""
+    def copied(
+        self,
+        store: str,
+        version: WeightVersion,
+        held: AdapterCopy | None,
+        *,
+        check: Callable[[str | None], None] = lambda _state_hash: None,
+    ) -> AdapterCopy:
+        """Copies a version, by deltas from `held` where that is cheaper; `check` as in
+        `Receiver.prepare`. Raises Receiver's errors, and ConfigError for whole models."""
         opened, receiver = self._opened(store)
         manifest = self._read_manifest(store, version)
         record = manifest.adapter
         if record is None:
             raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
         receiver.base = base_of(record)
-        staged = receiver.prepare(held.applied.version if held else None, version)
+        staged = receiver.prepare(held.applied.version if held else None, version, check=check)
         if staged.full is None and (held is None or held.layout != staged.layout):
-            staged = receiver.prepare(None, version)
+            staged = receiver.prepare(None, version, check=check)
         copy = _HostCopy(staged.layout, held.bits if held and staged.full is None else {})
         applied = receiver.settle(staged, copy)
         ref = self._ref(store, version)

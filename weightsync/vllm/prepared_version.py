@@ -49,7 +49,7 @@ class RequestedVersion:
         """Whether another version than the staged one with this state hash and `Store.stamp` is
         wanted: another run may have published this number since. The receiver then reads anew."""
         if self.state_hash is None:
-            is_other = receiver.stamp(self.version) not in {"", stamp}
+            is_other = receiver.has_other(self.version, state_hash, stamp)
         else:
             is_other = self.state_hash != state_hash
         if is_other:

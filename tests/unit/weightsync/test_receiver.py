@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
+from weightsync.layout.manifest import encoded_manifest
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.directory import DirectorySource
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -130,6 +133,29 @@ def test_a_wrong_base_is_noticed_and_repaired(
         receiver.apply(staged, TensorTarget(blank))
     receiver.sync(SEVEN, EIGHT, TensorTarget(blank))
     assert same(blank, states[7])
+
+
+def test_a_version_that_was_replaced_after_its_plan_is_seen_to_be_another(
+    published: Store,
+) -> None:
+    """Its index was read for the plan."""
+    store, done = published
+    receiver = Receiver(store)
+    plan = receiver.plan(None, ONE)
+    index = store / "weight_v000001" / "model.safetensors.index.json"
+    planned = DirectorySource(store).stamp(f"weight_v000001/{index.name}")
+    os.utime(index, ns=(1, 1))
+    staged = receiver.stage(plan)
+    assert staged.stamp == planned
+    state_hash = staged.expected.state_hash
+    assert state_hash == done[0].state_hash
+    assert not receiver.has_other(ONE, state_hash, staged.stamp)
+    index.write_bytes(index.read_bytes().replace(done[0].state_hash.encode(), b"0" * 32))
+    assert receiver.has_other(ONE, state_hash, staged.stamp)
+    replaced = replace(staged.plan.manifest, section=None)
+    index.write_bytes(encoded_manifest(replaced))
+    os.utime(index, ns=(1, 1))
+    assert receiver.has_other(ONE, None, staged.stamp)
 
 
 def test_another_model_is_refused_before_anything_is_written(

@@ -372,6 +372,51 @@ def test_a_publisher_that_is_taken_over_at_any_call_breaks_nothing(
         assert same(received(URL, again.version, states[0]), states[4])
 
 
+def test_a_stalled_latest_is_put_right_in_a_store_that_was_emptied(
+    bucket: Bucket, states: tuple[State, ...], same: Same
+) -> None:
+    """The older publisher stalls just before it puts LATEST."""
+    older = publisher()
+    for state in states[:2]:
+        older.publish(state)
+
+    def before(_: int, call: str) -> None:
+        if call != "put" or "bucket/job-a/weight_v000003/READY" not in bucket.objects:
+            return
+        if "bucket/job-a/weight_v000003/model.safetensors.index.json" in bucket.objects:
+            bucket.before = _nothing
+            bucket.objects.clear()
+            with publisher() as newer:
+                newer.publish(states[3])
+
+    bucket.before = before
+    with pytest.raises(ConfigError, match="only the newest one may publish"):
+        older.publish(states[2])
+    assert bucket.before is _nothing
+    assert latest() == 1
+    assert same(received(URL, 1, states[0]), states[3])
+
+
+def test_a_version_that_latest_names_is_published(
+    bucket: Bucket, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails at the look for a newer publisher after LATEST."""
+    real = frail_objects.FrailObjects.cat_file
+    named = b"weight_v000002"
+
+    def read(self: Any, path: str, *args: Any, **more: Any) -> bytes:
+        if path.endswith(".publisher") and named in bucket.objects["bucket/job-a/LATEST"]:
+            raise OSError("connection refused")
+        return real(self, path, *args, **more)
+
+    with publisher() as publishing:
+        publishing.publish(states[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(frail_objects.FrailObjects, "cat_file", read)
+            assert publishing.publish(states[1]).version == 2
+        assert publishing.publish(states[2]).version == 3
+
+
 def test_versions_of_other_systems_are_left_alone(bucket: Bucket) -> None:
     foreign = {
         "bucket/job-a/weight_v000001/model.safetensors.index.json": (

@@ -110,6 +110,12 @@ def test_an_array_is_published_as_the_tensor_of_the_same_bits() -> None:
     assert np.shares_memory(read, weight.numpy())
 
 
+@pytest.mark.parametrize("dtype", [np.complex128, np.longdouble])
+def test_an_array_too_wide_for_safetensors_is_refused_by_name(dtype: type[Any]) -> None:
+    with pytest.raises(Unsupported, match=f"w: dtype {np.dtype(dtype)} cannot be published"):
+        TensorTarget({"w": np.zeros(3, dtype)})
+
+
 def test_an_array_is_refused_by_name_as_a_tensor_is() -> None:
     holey = np.array([1.0, np.nan])
     (piece,) = TrainerState({"w": holey}, check_finite=True)

@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,78 @@ def test_a_version_of_another_run_brings_its_own_base(
     assert engine.model.holds(states[4])
     assert engine.storage.holds("policy", lora(4))
     assert engine.weights.is_loaded
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["state hash", "number"])
+def test_a_version_that_was_staged_on_an_older_base_hinders_no_new_run_s(
+    engine: Engine, states: tuple[State, ...], knows: bool
+) -> None:
+    """Never loaded: the engine's base moved on meanwhile."""
+    assert engine.stage("lora", 1) is StageState.READY
+    engine.base(5)
+    shutil.rmtree(engine.root / "lora")
+    [published] = engine.publishes("lora", 5, 4)
+    expected = {"state_hash": published.state_hash} if knows else {}
+    assert engine.stage("lora", 1, **expected) is StageState.READY
+    engine.adapter("lora", 1, **expected)
+    assert engine.model.holds(states[4])
+    assert engine.storage.holds("policy", lora(4))
+
+
+def test_a_new_run_s_base_is_staged_too(engine: Engine, states: tuple[State, ...]) -> None:
+    """The run before had an adapter of this number on the base in force."""
+    engine.base(3)
+    assert engine.stage("lora", 1) is StageState.READY
+    shutil.rmtree(engine.root / "lora")
+    engine.publishes("lora", 5, 4)
+    assert engine.stage("lora", 1) is StageState.READY
+    shutil.rmtree(engine.root / "store")
+    engine.adapter("lora", 1)
+    assert engine.model.holds(states[4])
+    assert engine.storage.holds("policy", lora(4))
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["state hash", "number"])
+def test_a_new_run_s_equal_adapter_brings_its_own_base(
+    engine: Engine, states: tuple[State, ...], knows: bool
+) -> None:
+    """Runs of one seed begin with the same adapter."""
+    engine.base(3)
+    assert engine.stage("lora", 1) is StageState.READY
+    shutil.rmtree(engine.root / "lora")
+    [published] = engine.publishes("lora", 5, 1)
+    expected = {"state_hash": published.state_hash} if knows else {}
+    assert engine.stage("lora", 1, **expected) is StageState.READY
+    engine.adapter("lora", 1, **expected)
+    assert engine.model.holds(states[4])
+    assert engine.storage.holds("policy", lora(1))
+
+
+def test_a_file_system_of_unstable_file_numbers_keeps_a_version_ready(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = count()
+    monkeypatch.setattr(DirectorySource, "stamp", lambda *_: f"{next(looks)}")
+    assert engine.stage("lora", 1) is StageState.READY
+    wanted = RequestedVersion(store="lora", version=WeightVersion(1))
+    assert engine.weights.stage(wanted).state is StageState.READY
+    assert engine.weights.stage(wanted).state is StageState.READY
+
+
+def test_a_load_while_the_index_is_read_leaves_no_index_to_a_new_run(engine: Engine) -> None:
+    wanted = RequestedVersion(store="lora", version=WeightVersion(1))
+    assert engine.weights.stage(wanted).state is StageState.RUNNING
+    engine.adapter("lora", 1)
+    shutil.rmtree(engine.root / "lora")
+    engine.publishes("lora", 5, 4)
+    engine.adapter("lora", 1)
+    assert engine.stage("lora", 1) is StageState.READY
+
+
+def test_another_state_than_the_expected_one_is_a_failure_to_stage(engine: Engine) -> None:
+    assert engine.stage("lora", 1) is StageState.READY
+    assert engine.stage("lora", 1, state_hash="0" * 32) is StageState.FAILED
+    assert engine.stage("lora", 1) is StageState.READY
 
 
 def broken(path: Path) -> None:

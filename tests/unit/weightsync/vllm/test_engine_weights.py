@@ -1,9 +1,11 @@
 """A staged version is loaded if it still fits, and prepared again if not."""
 
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.unit.weightsync.vllm.plain_model import PlainModel
 from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
 from weightsync.publish.settings import VersionSettings
 from weightsync.publisher import Published, Publisher
+from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights
 from weightsync.vllm.prepared_version import RequestedVersion
@@ -40,10 +43,15 @@ def wanted(version: int, store: str = "store") -> RequestedVersion:
     return RequestedVersion(store=store, version=WeightVersion(version))
 
 
-def staged(weights: EngineWeights, version: int | RequestedVersion) -> StageState:
+def staged(
+    weights: EngineWeights, version: int | RequestedVersion, *, polls_max: int | None = None
+) -> StageState:
     asked = wanted(version) if isinstance(version, int) else version
-    while (status := weights.stage(asked)).state is StageState.RUNNING:
-        pass
+    for poll in count(1):
+        status = weights.stage(asked)
+        if status.state is not StageState.RUNNING or poll == polls_max:
+            break
+        time.sleep(0.001)
     return status.state
 
 
@@ -135,6 +143,15 @@ def test_a_new_run_s_version_is_staged_before_it_is_ready(
     assert staged(weights, 1) is StageState.READY
     weights.load(wanted(1))
     assert model.holds(states[6])
+
+
+def test_a_file_system_of_unstable_file_numbers_lets_a_version_get_ready(
+    weights: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = count()
+    monkeypatch.setattr(DirectorySource, "stamp", lambda *_: f"{next(looks)}")
+    assert staged(weights, 4, polls_max=500) is StageState.READY
+    assert staged(weights, 4, polls_max=1) is StageState.READY
 
 
 def test_a_staged_version_outlives_its_files(
