@@ -40,7 +40,9 @@ _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 _LEAVING_TTL_NS = 60_000_000_000
 """Longer than any stop: the page goes when the engine has ended."""
-_PLACE_LOOK_S = 1.0
+_PLACE_LOOK_S, _PLACE_LOOKS = 1.0, 3
+"""Looks in a row that find the engine misplaced before it ends: production that restarts changes
+one page after the other."""
 MISPLACED = os.EX_TEMPFAIL
 """Exit status of a guest that has to start anew elsewhere, with a configuration read again."""
 _FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
@@ -145,9 +147,12 @@ class GuestEngine:
 
     async def _look_at_place(self) -> None:
         """Ask for a stop once the engine is misplaced."""
+        looks = 0
         while not self._misplaced:
             await asyncio.sleep(_PLACE_LOOK_S)
-            if why := self._misplacement():
+            why = self._misplacement()
+            looks = looks + 1 if why else 0
+            if looks == _PLACE_LOOKS:
                 _log.error("the guest ends, to start anew: %s", why)
                 self._misplaced = True
                 self.ask_to_stop()

@@ -76,7 +76,7 @@ def guest(
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
     seen = outlook(planned.isolation, agent.settings_of(chosen), pages) if dry_run else ()
-    misplaced = partial(misplacement, [gpu.uuid for gpu in settings.gpus], pages)
+    misplaced = partial(misplacement, [gpu.uuid for gpu in settings.gpus], pages, chosen.pulses)
     for note in (*seen, *_notes(chosen, planned, pages)):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
