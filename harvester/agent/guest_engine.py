@@ -85,6 +85,11 @@ class GuestEngine:
         """Request a stop. A second request sends the signal whatever the MPS daemon replies."""
         self._stop_requested.set()
 
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether it had to leave its GPU; an engine may exit with `MISPLACED` by itself."""
+        return self._misplaced
+
     async def run(self) -> int:
         """Run the engine and return its exit status, 0 after a requested stop, `MISPLACED` if it
         had to leave its GPU. Raises ConfigError if it cannot start.
@@ -150,7 +155,11 @@ class GuestEngine:
         looks = 0
         while not self._misplaced:
             await asyncio.sleep(_PLACE_LOOK_S)
-            why = self._misplacement()
+            try:
+                why = self._misplacement()
+            except Exception:
+                _log.exception("the guest's place is not known at this look")
+                continue
             looks = looks + 1 if why else 0
             if looks == _PLACE_LOOKS:
                 _log.error("the guest ends, to start anew: %s", why)
@@ -255,8 +264,9 @@ async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) 
     failures = 0
     while True:
         began_s = clock.now()
-        status = await engine().run()
-        if status in (0, MISPLACED):
+        running = engine()
+        status = await running.run()
+        if status == 0 or running.is_misplaced:
             return status
         stop = stop_event()
         life_s = clock.now() - began_s

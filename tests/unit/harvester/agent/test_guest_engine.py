@@ -337,6 +337,23 @@ async def test_it_is_misplaced_only_if_three_looks_in_a_row_say_so(
     assert await asyncio.wait_for(running, 60) == MISPLACED
 
 
+async def test_a_look_that_fails_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guest_engine, "_PLACE_LOOK_S", 0.01)
+    looks = iter([OSError("no file left"), *["elsewhere"] * 3])
+
+    def look() -> str:
+        found = next(looks)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    run = engine(tmp_path, misplacement=look).run()
+    assert await asyncio.wait_for(run, 60) == MISPLACED
+    assert "no file left" in caplog.text
+
+
 def test_a_silent_pulse_leaves_open_where_production_runs(tmp_path: Path) -> None:
     """One engine of two stalls for a moment, or restarts."""
     pages = PageDirectory.create(tmp_path / "pages")
