@@ -341,13 +341,14 @@ async def test_a_look_that_fails_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(guest_engine, "_PLACE_LOOK_S", 0.01)
-    looks = iter([OSError("no file left"), *["elsewhere"] * 3])
+    found: list[OSError | str] = [OSError("no file left"), *["elsewhere"] * 3]
+    looks = iter(found)
 
     def look() -> str:
-        found = next(looks)
-        if isinstance(found, OSError):
-            raise found
-        return found
+        seen = next(looks)
+        if isinstance(seen, OSError):
+            raise seen
+        return seen
 
     run = engine(tmp_path, misplacement=look).run()
     assert await asyncio.wait_for(run, 60) == MISPLACED

@@ -20,22 +20,39 @@ TEMPLATE: dict[str, Any] = {
 HOUR_NS = 3_600_000_000_000
 
 
+class SteppedClock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
 class Node:
     """The pages of a node, and a discovery that reads them."""
 
     def __init__(self, root: Path) -> None:
         config = AgentConfig.model_validate({"page_root": root, "slots_file": root / "slots.yaml"})
         self.root, self.template = root, SlotTemplate(TEMPLATE)
-        self.stated = ProductionGpus(config)
+        self.clock = SteppedClock()
+        self.stated = ProductionGpus(config, clock=self.clock)
         self._pages: list[PageWriter[Pulse]] = []
 
-    def serves(self, slot: str, *gpus: str, process: int = 0, start: int = 1) -> PageWriter[Pulse]:
+    def serves(
+        self,
+        slot: str,
+        *gpus: str,
+        process: int = 0,
+        start: int = 1,
+        engine: str = "production",
+        ttl_ns: int = HOUR_NS,
+    ) -> PageWriter[Pulse]:
         """An API server beats; `start`: when its engine began."""
         directory = self.root / slot
         directory.mkdir(mode=0o755, exist_ok=True)
-        page = PageDirectory(directory).pulse_writer("production", process)
+        page = PageDirectory(directory).pulse_writer(engine, process)
         pulse = Pulse(gpus=gpus, root=ProcessId(pid=7, start_ticks=start))
-        page.write(pulse, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+        page.write(pulse, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
         self._pages.append(page)
         return page
 
@@ -111,6 +128,35 @@ def test_an_engine_that_falls_silent_keeps_its_gpus_and_its_successor_does_not(n
     page.close(unlink=True)
     assert node.gpus(pod()) == {"chat": ["GPU-2"]}, "its container may start again"
     assert node.gpus(pod(uid="2")) == {"chat": None}, "another pod of that name"
+
+
+def test_a_process_that_is_silent_for_a_while_keeps_its_gpu_in_the_slot(node: Node) -> None:
+    node.serves("chat", "GPU-0", start=1)
+    beating = node.serves("chat", "GPU-1", process=1, start=2)
+    assert node.gpus(pod()) == {"chat": ["GPU-0", "GPU-1"]}
+    beating.close()
+    silent = node.serves("chat", "GPU-1", process=1, start=2, ttl_ns=1)
+    for _ in range(2):
+        assert node.gpus(pod()) == {"chat": ["GPU-0", "GPU-1"]}
+    silent.close()
+    again = node.serves("chat", "GPU-2", process=1, start=3)
+    assert node.gpus(pod()) == {"chat": ["GPU-0", "GPU-2"]}
+    again.close(unlink=True)
+    node.serves("chat", "GPU-9", process=1, start=4, ttl_ns=1)
+    assert node.gpus(pod()) == {"chat": ["GPU-0"]}, "what an older engine has left"
+
+
+def test_a_successor_that_began_beside_its_predecessor_is_believed_in_the_end(node: Node) -> None:
+    page = node.serves("chat", "GPU-2", start=1, engine="a")
+    assert node.gpus(pod(uid="1")) == {"chat": ["GPU-2"]}
+    node.serves("chat", "GPU-3", start=2, engine="b")
+    assert node.gpus(pod(uid="1")) == {"chat": ["GPU-2", "GPU-3"]}
+    assert node.gpus(pod(uid="2")) == {"chat": None}
+    page.close(unlink=True)
+    node.clock.now_s = 59.0
+    assert node.gpus(pod(uid="2")) == {"chat": None}
+    node.clock.now_s = 60.0
+    assert node.gpus(pod(uid="2")) == {"chat": ["GPU-3"]}
 
 
 def test_the_last_beats_of_a_pod_that_ends_are_not_its_successor_s(node: Node) -> None:
