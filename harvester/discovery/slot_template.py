@@ -12,14 +12,15 @@ from harvester.config import MAX_SLOTS, AgentConfig, SlotConfig, values_of_one_s
 from harvester.config_file import unsafe_settings
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import is_name
+from harvester.contracts.page import is_gpu_uuid
 
 Fields = dict[str, Any]
 _PLACED = {"type": "string", "pattern": r"\$"}
 """Schema of a text with a placeholder."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
-_UUID = re.compile(r"GPU-[A-Za-z0-9-]{1,60}")
 _GPU = "gpu"
-"""The engine's own value that names its GPUs, with commas."""
+"""The engine's own value that names its GPUs, with commas, if it begins with `GPU-`: it may as well
+be a number for a placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,10 @@ def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fiel
     that production states. Raises ValueError if production runs on others than are named."""
     if not isinstance(guest := slot.get("guest"), dict):
         return slot
-    named = guest.get("gpus") or [each for each in engine.values.get(_GPU, "").split(",") if each]
-    if strange := next((uuid for uuid in named if not _UUID.fullmatch(uuid)), ""):
+    own = engine.values.get(_GPU, "")
+    listed = [each for each in own.split(",") if each] if own.startswith("GPU-") else []
+    named = guest.get("gpus") or listed
+    if strange := next((uuid for uuid in named if not is_gpu_uuid(uuid)), ""):
         raise ValueError(f"{strange[:80]!r} is no GPU's UUID: write GPU-..., with commas")
     used = stated(SlotConfig.model_validate(slot), engine)
     if used and (others := [uuid for uuid in named if uuid not in used]):

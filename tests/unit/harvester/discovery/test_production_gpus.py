@@ -107,10 +107,24 @@ def test_an_annotation_that_production_contradicts_gives_no_slot(node: Node) -> 
     assert fault.startswith("pod s/chat: GPU-1 is named as its GPU, and production runs on GPU-2")
 
 
-@pytest.mark.parametrize("named", ["all", "0", "../GPU-1", "GPU-1 GPU-2", "GPU-" + "x" * 99, "$x"])
+@pytest.mark.parametrize("named", ["GPU-1 GPU-2", "GPU-1,0", "GPU-" + "x" * 99, "GPU-$x"])
 def test_an_annotation_that_is_no_uuid_gives_no_slot(node: Node, named: str) -> None:
     slots, (fault,) = node.slots(pod(gpu=named))
     assert (slots, "is no GPU's UUID" in fault) == ({}, True)
+
+
+@pytest.mark.parametrize("placed", ["0", "all", "../GPU-1", "$x"])
+def test_a_value_for_a_placeholder_names_no_gpu(node: Node, placed: str) -> None:
+    """As of `memory_group: /sys/fs/cgroup/gpu$gpu`."""
+    assert node.gpus(pod(gpu=placed)) == {"chat": None}
+    node.serves("chat", "GPU-2")
+    assert node.gpus(pod(gpu=placed)) == {"chat": ["GPU-2"]}
+
+
+@pytest.mark.parametrize("stated", ["", "0", "MIG-1", "GPU-1\x1b[2J", "GPU-" + "x" * 61, "GPU-1\n"])
+def test_another_text_than_a_uuid_states_nothing(node: Node, stated: str) -> None:
+    node.serves("chat", "GPU-1", stated)
+    assert node.gpus(pod()) == {"chat": None}
 
 
 def test_api_servers_of_an_engine_state_its_gpus_together(node: Node) -> None:
