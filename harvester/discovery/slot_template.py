@@ -98,7 +98,8 @@ class SlotTemplate:
         stated: StatedGpus = no_statement,
     ) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by name, and a fault for each engine without one. If two engines
-        claim one slot, page directory, GPU or URL, the first gets it."""
+        claim one slot, page directory or URL, the first gets it. Of two on one GPU the first gets a
+        guest, and the other a slot without one, with a fault."""
         slots: dict[str, Fields] = {}
         origins: dict[_Claim, str] = {}
         faults = []
@@ -111,6 +112,12 @@ class SlotTemplate:
                 if first := next((origins[name] for name in names if name in origins), ""):
                     raise ValueError(f"slot {engine.slot} belongs to {first}")
                 fields = _on_gpus(fields, engine, stated)
+                if shared := sorted(_gpu_claims(fields) & origins.keys()):
+                    faults.append(
+                        f"{engine.origin}: no guest: {' '.join(shared[0])} belongs to "
+                        f"{origins[shared[0]]}"
+                    )
+                    fields = {name: each for name, each in fields.items() if name != "guest"}
                 claims = {*names, *_claims(fields)}
                 if taken := sorted(claims & origins.keys()):
                     raise ValueError(f"{' '.join(taken[0])} belongs to {origins[taken[0]]}")
@@ -134,6 +141,10 @@ _Claim = tuple[str, str]
 def _claims(slot: Fields) -> set[_Claim]:
     shared = values_of_one_slot(SlotConfig.model_validate(slot))
     return {("pages", pages_of(slot)), *shared}
+
+
+def _gpu_claims(slot: Fields) -> set[_Claim]:
+    return {claim for claim in _claims(slot) if claim[0] == "guest.gpus"}
 
 
 def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fields:
