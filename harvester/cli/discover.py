@@ -7,7 +7,7 @@ that it wrote last stay.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -142,8 +142,8 @@ def _run(
     forget_s: float,
 ) -> None:
     slots = SlotTemplate(parse_fields(read_text(template), template))
-    stated = no_statement if config is None else ProductionGpus(read_agent_config(config).config)
     if write is None:
+        stated = no_statement if config is None else _of_pages(config)
         found, faults = slots.slots(find(), stated)
         typer.echo(_text([*found.values()]), nl=False)
         for fault in faults:
@@ -151,11 +151,35 @@ def _run(
         return
     begin_log("info")
     clock = MonotonicClock()
-    kept = KeptSlots(_written(write), forget_s=forget_s)
+    last = _written(write)
+    kept = KeptSlots(last, forget_s=forget_s)
+    stated = _lasting(config, last)
     writer = SlotsWriter(find=find, template=slots, kept=kept, file=write, stated=stated)
     while True:
         writer.take(now=clock.now())
         time.sleep(every_s)
+
+
+def _of_pages(config: Path, last: Mapping[str, Fields] | None = None) -> StatedGpus:
+    """What production states on the pages of the agent's file. Raises ConfigError."""
+    gpus = {
+        name: tuple(guest.get("gpus", ()))
+        for name, slot in (last or {}).items()
+        if isinstance(guest := slot.get("guest"), dict)
+    }
+    return ProductionGpus(read_agent_config(config).config, last=gpus)
+
+
+def _lasting(config: Path | None, last: Mapping[str, Fields]) -> StatedGpus:
+    """Like `_of_pages`, but a fault of the agent's file is logged: slots without GPUs are better than
+    none."""
+    if config is None:
+        return no_statement
+    try:
+        return _of_pages(config, last)
+    except ConfigError as error:
+        _log.error("no GPU is read from production's pages before a restart: %s", error)
+        return no_statement
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,6 +5,7 @@ each of its processes while its page is there. A pod that takes the place of ano
 to run on the GPUs of that one, whose engine may still write its page for a while.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harvester.config import AgentConfig, SlotConfig
@@ -12,7 +13,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, Pulse, stated_gpus
 from harvester.contracts.process import ProcessId
-from harvester.discovery.slot_template import DiscoveredEngine
+from harvester.discovery.slot_template import GPU, DiscoveredEngine
 from harvester.policy.sample import MAX_PULSES
 
 _LEAVE_S = 60.0
@@ -32,9 +33,18 @@ class _Production:
 
 
 class ProductionGpus:
-    def __init__(self, config: AgentConfig, *, clock: Clock | None = None) -> None:
-        """`config`: the agent's, for the pages and their owners; its slots do not matter."""
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        last: Mapping[str, tuple[str, ...]] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`config`: the agent's, for the pages and their owners; its slots do not matter. `last`:
+        GPUs of each slot as an earlier process wrote them, which a unit keeps while it states
+        nothing, unless it names others itself. A pod may be another than the one that had them."""
         self._config = config
+        self._last = last or {}
         self._clock = clock or MonotonicClock()
         self._by_slot: dict[str, _Production] = {}
 
@@ -44,7 +54,9 @@ class ProductionGpus:
         now_s = self._clock.now()
         if found is None or found.engine != key:
             earlier = found.earlier | found.roots if found else frozenset()
-            found = _Production(engine=key, since_s=now_s, earlier=earlier)
+            same = found is None and not engine.instance and GPU not in engine.values
+            gpus = self._last.get(slot.name, ()) if same else ()
+            found = _Production(engine=key, since_s=now_s, earlier=earlier, gpus=gpus)
             self._by_slot[slot.name] = found
         if now_s - found.since_s >= _LEAVE_S:
             found.earlier = frozenset()

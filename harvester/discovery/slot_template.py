@@ -18,7 +18,7 @@ Fields = dict[str, Any]
 _PLACED = {"type": "string", "pattern": r"\$"}
 """Schema of a text with a placeholder."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
-_GPU = "gpu"
+GPU = "gpu"
 """The engine's own value that names its GPUs, with commas, if it begins with `GPU-`: it may as well
 be a number for a placeholder."""
 
@@ -152,7 +152,7 @@ def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fiel
     that production states. Raises ValueError if production runs on others than are named."""
     if not isinstance(guest := slot.get("guest"), dict):
         return slot
-    own = engine.values.get(_GPU, "")
+    own = engine.values.get(GPU, "")
     listed = [each for each in own.split(",") if each] if own.startswith("GPU-") else []
     named = guest.get("gpus") or listed
     if strange := next((uuid for uuid in named if not is_gpu_uuid(uuid)), ""):
@@ -161,7 +161,7 @@ def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fiel
     if used and (others := [uuid for uuid in named if uuid not in used]):
         raise ValueError(
             f"{', '.join(others)} is named as its GPU, and production runs on {', '.join(used)}: "
-            f"remove {_GPU} (annotation or variable) or mend it"
+            f"remove {GPU} (annotation or variable) or mend it"
         )
     gpus = [*(named or used)]
     return {**slot, "guest": {**guest, "gpus": gpus}} if gpus else slot

@@ -1,7 +1,7 @@
 """GPUs of discovered slots: as production states them, or as an annotation names them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ HOUR_NS = 3_600_000_000_000
 class Node:
     """The pages of a node, and a discovery that reads them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, last: Mapping[str, tuple[str, ...]] | None = None) -> None:
         config = AgentConfig.model_validate({"page_root": root, "slots_file": root / "slots.yaml"})
         self.root, self.template = root, SlotTemplate(TEMPLATE)
         self.clock = VirtualClock()
-        self.stated = ProductionGpus(config, clock=self.clock)
+        self.stated = ProductionGpus(config, last=last, clock=self.clock)
         self._pages: list[PageWriter[Pulse]] = []
 
     def serves(
@@ -151,6 +151,23 @@ def test_a_process_that_is_silent_for_a_while_keeps_its_gpu_in_the_slot(node: No
     again.close(unlink=True)
     node.serves("chat", "GPU-9", process=1, start=4, ttl_ns=1)
     assert node.gpus(pod()) == {"chat": ["GPU-0"]}, "what an older engine has left"
+
+
+def test_a_unit_that_states_nothing_yet_keeps_the_gpus_that_were_written_last(
+    tmp_path: Path,
+) -> None:
+    """Discovery has started anew. A pod may have taken the place of another meanwhile."""
+    node = Node(tmp_path, last={"chat": ("GPU-2",), "code": ("GPU-3",), "talk": ("GPU-4",)})
+    unit = DiscoveredEngine(slot="chat", origin="unit chat")
+    named = DiscoveredEngine(slot="talk", origin="unit talk", values={"gpu": "GPU-5"})
+    assert node.gpus(unit, pod("code"), named) == {
+        "chat": ["GPU-2"],
+        "code": None,
+        "talk": ["GPU-5"],
+    }
+    node.serves("chat", "GPU-1")
+    assert node.gpus(unit) == {"chat": ["GPU-1"]}
+    node.close()
 
 
 def test_a_successor_that_began_beside_its_predecessor_is_believed_in_the_end(node: Node) -> None:
