@@ -31,8 +31,8 @@ OWN_FLAGS = {
     "worker-extension-cls": _NEEDED,
     "weight-transfer-config": _NEEDED,
 }
-"""Flags of vLLM that a guest's `arguments` may not have, and the remedy. Of flags with values that
-do no harm the engine itself refuses the others: see `unfit_guest`."""
+"""Flags of vLLM that a guest's `arguments` may not have, and the remedy. Flags that are harmless
+with some values are left to the engine, which refuses the others: see `unfit_guest`."""
 
 
 class GuestConfig(FrozenSettings):

@@ -161,7 +161,8 @@ def _run(
 
 
 def _of_pages(config: Path, last: Mapping[str, Fields] | None = None) -> StatedGpus:
-    """What production states on the pages of the agent's file. Raises ConfigError."""
+    """Statements from the pages of the agent's file. `last`: the slots that were written last. Raises
+    ConfigError."""
     gpus = {
         name: tuple(guest.get("gpus", ()))
         for name, slot in (last or {}).items()
@@ -171,8 +172,8 @@ def _of_pages(config: Path, last: Mapping[str, Fields] | None = None) -> StatedG
 
 
 def _lasting(config: Path | None, last: Mapping[str, Fields]) -> StatedGpus:
-    """Like `_of_pages`, but a fault of the agent's file is logged: slots without GPUs are better than
-    none."""
+    """Statements for a discovery that goes on: a fault of the agent's file is logged, since slots
+    without GPUs are better than none."""
     if config is None:
         return no_statement
     try:

@@ -98,8 +98,8 @@ class SlotTemplate:
         stated: StatedGpus = no_statement,
     ) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by name, and a fault for each engine without one. If two engines
-        claim one slot, page directory or URL, the first gets it. Of two on one GPU the first gets a
-        guest, and the other a slot without one, with a fault."""
+        claim one slot, page directory or URL, the first gets it. A second engine on a GPU gets
+        a slot without a guest, and a fault."""
         slots: dict[str, Fields] = {}
         origins: dict[_Claim, str] = {}
         faults = []

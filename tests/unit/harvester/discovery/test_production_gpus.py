@@ -108,7 +108,7 @@ def test_an_annotation_that_is_no_uuid_gives_no_slot(node: Node, named: str) -> 
 
 @pytest.mark.parametrize("placed", ["0", "all", "../GPU-1", "$x"])
 def test_a_value_for_a_placeholder_names_no_gpu(node: Node, placed: str) -> None:
-    """As of `memory_group: /sys/fs/cgroup/gpu$gpu`."""
+    """A template may have `memory_group: /sys/fs/cgroup/gpu$gpu`."""
     assert node.gpus(pod(gpu=placed)) == {"chat": None}
     node.serves("chat", "GPU-2")
     assert node.gpus(pod(gpu=placed)) == {"chat": ["GPU-2"]}
