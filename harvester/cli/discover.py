@@ -161,8 +161,8 @@ def _run(
 
 
 def _of_pages(config: Path, last: Mapping[str, Fields] | None = None) -> StatedGpus:
-    """Statements from the pages of the agent's file. `last`: the slots that were written last. Raises
-    ConfigError."""
+    """Statements from the pages of the agent's file; `last`: the slots that were written last.
+    Raises ConfigError."""
     gpus = {
         name: tuple(guest.get("gpus", ()))
         for name, slot in (last or {}).items()
@@ -198,7 +198,7 @@ class SlotsWriter:
         """Looks once and writes the file if its slots changed or it is old: its age says when a
         look last succeeded. Logs faults when they begin."""
         try:
-            found, faults = self.template.slots(self.find(), self.stated)
+            found, faults = self.template.slots(self.find(), self.stated, first=self.kept.on_gpus)
             text = _text(self.kept.observe(found, now=now)).encode()
             if len(text) > MAX_FILE_BYTES:
                 raise Exhausted(f"{len(text)} bytes are more than an agent reads")

@@ -1,7 +1,7 @@
 """Slots from a template and the engines that a source has found. Pure."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Template
 from typing import Any
@@ -96,14 +96,17 @@ class SlotTemplate:
         self,
         engines: Iterable[DiscoveredEngine],
         stated: StatedGpus = no_statement,
+        *,
+        first: Collection[str] = (),
     ) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by name, and a fault for each engine without one. If two engines
         claim one slot, page directory or URL, the first gets it. A second engine on a GPU gets
-        a slot without a guest, and a fault."""
+        a slot without a guest, and a fault. `first`: slots that come before others, since they had
+        their GPUs at the last look."""
         slots: dict[str, Fields] = {}
         origins: dict[_Claim, str] = {}
         faults = []
-        for engine in engines:
+        for engine in sorted(engines, key=lambda engine: engine.slot not in first):
             try:
                 if len(slots) == MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
@@ -214,6 +217,11 @@ class KeptSlots:
         self._slots = dict(slots)
         self._missing_since_s: dict[str, float] = {}
         self._forget_s = forget_s
+
+    @property
+    def on_gpus(self) -> frozenset[str]:
+        """Names of the last slots whose guests have GPUs."""
+        return frozenset(name for name, slot in self._slots.items() if _gpu_claims(slot))
 
     def observe(self, found: Mapping[str, Fields], *, now: float) -> list[Fields]:
         """The slots to write, by name; `found`: slots of a source that answered."""

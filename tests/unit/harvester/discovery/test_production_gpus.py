@@ -212,6 +212,16 @@ def test_two_engines_on_one_gpu_have_one_guest_and_the_agent_takes_all_slots(nod
     AgentConfig.model_validate({"slots": [*slots.values()]})
 
 
+def test_a_gpu_stays_with_the_engine_that_had_it(node: Node) -> None:
+    kept = KeptSlots({}, forget_s=60.0)
+    for slots in (("b",), ("a", "b"), ("a", "b")):
+        for slot in slots:
+            node.serves(slot, "GPU-1").close()
+        found, _ = node.template.slots(map(pod, slots), node.stated, first=kept.on_gpus)
+        kept.observe(found, now=0.0)
+        assert [name for name, slot in found.items() if "guest" in slot] == ["b"]
+
+
 def test_a_missing_slot_is_not_kept_where_another_has_its_gpu(node: Node) -> None:
     node.serves("a", "GPU-1")
     kept = KeptSlots({}, forget_s=60.0)
