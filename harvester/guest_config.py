@@ -36,8 +36,8 @@ with some values are left to the engine, which refuses the others: see `unfit_gu
 
 
 class GuestConfig(FrozenSettings):
-    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone, at
-    its start, for an interlock on accelerators."""
+    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone,
+    when they are first named, for an interlock on accelerators."""
 
     model: Path
     """Directory of the model's configuration and tokenizer; weights come from the store."""
