@@ -213,7 +213,10 @@ def _gpus(named: Sequence[str], *, discovered: bool) -> tuple[Gpu, ...]:
             "(slices of MIG are not supported)"
         )
     if not named and len(there) > 1 and discovered:
-        raise NotYet("gpus: the slots file has none for this slot until production states its own")
+        raise NotYet(
+            "gpus: the slots file has none for this slot until production states its own, out of "
+            f"{', '.join(there)}"
+        )
     if not named and len(there) > 1:
         raise ConfigError(f"gpus: name the slot's GPUs out of {', '.join(there)}")
     return tuple(there[name] for name in named or there)
