@@ -13,8 +13,7 @@ _ON_LOOPBACK = (
     "weights; serve it to others with `rosemux engine-proxy`, at the slot's offered_url"
 )
 _WITHIN = (
-    "the guest's workers must be its own processes, of one engine on this node, for its isolation "
-    "to hold them; leave it out (several GPUs are tensor-parallel ranks)"
+    "the guest's engine core must be its own process, for its isolation to hold it; leave it out"
 )
 _NEEDED = "RoseMux sets it, and a guest without it is not held back; leave it out"
 OWN_FLAGS = {
@@ -27,20 +26,18 @@ OWN_FLAGS = {
     "max-num-seqs": "set the slot's concurrency",
     "kv-cache-memory-bytes": "set guest.kv_cache_bytes",
     "gpu-memory-utilization": "set guest.kv_cache_bytes",
-    "distributed-executor-backend": _WITHIN,
     "data-parallel-backend": _WITHIN,
-    "data-parallel-size": _WITHIN,
-    "nnodes": _WITHIN,
     "scheduler-cls": _NEEDED,
     "worker-extension-cls": _NEEDED,
     "weight-transfer-config": _NEEDED,
 }
-"""Flags of vLLM that a guest's `arguments` may not have, and the remedy."""
+"""Flags of vLLM that a guest's `arguments` may not have, and the remedy. Flags that are harmless
+with some values are left to the engine, which refuses the others: see `unfit_guest`."""
 
 
 class GuestConfig(FrozenSettings):
-    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone, at
-    its start, for an interlock on accelerators."""
+    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone,
+    when they are first named, for an interlock on accelerators."""
 
     model: Path
     """Directory of the model's configuration and tokenizer; weights come from the store."""

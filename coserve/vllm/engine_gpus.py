@@ -1,10 +1,11 @@
 """UUIDs of the GPUs on which an engine's ranks run, as one of its API servers finds them.
 
 Production's front end must not touch a GPU: NVML alone is asked. There is no answer where it could
-name another GPU than a rank's: for slices of MIG, for devices that an option chose, and without
-NVML.
+name another GPU than a rank's: for slices of MIG, for devices that an option chose, for GPUs of
+several models that CUDA may number otherwise, and without NVML.
 """
 
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,8 @@ def engine_gpus(parallel: Any) -> tuple[str, ...]:
         platform = nvml_platform()
         # `--device-ids`, where vLLM has it: ranks are then on other devices than their numbers.
         if platform is None or getattr(parallel, "assigned_physical_gpu_ids", None) is not None:
+            return ()
+        if not _has_cudas_numbers():
             return ()
         ranks = parallel.world_size
         first = ranks * (parallel.data_parallel_rank_local or 0)
@@ -39,6 +42,26 @@ def nvml_platform() -> Any:
         if isinstance(current_platform, NvmlCudaPlatform):
             return current_platform
     return None
+
+
+def _has_cudas_numbers() -> bool:
+    """Whether the devices that this process sees have the numbers in NVML that they have in CUDA,
+    whose default order is the fastest first."""
+    from vllm.third_party import pynvml
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    seen = [entry for each in listed if (entry := each.strip())]
+    if any(entry.startswith("MIG-") for entry in seen):
+        return False
+    by_uuid = bool(seen) and all(entry.startswith("GPU-") for entry in seen)
+    if by_uuid or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return True
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return len({pynvml.nvmlDeviceGetName(handle) for handle in handles}) == 1
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _is_sliced(uuid: str) -> bool:

@@ -40,7 +40,9 @@ _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 _LEAVING_TTL_NS = 60_000_000_000
 """Longer than any stop: the page goes when the engine has ended."""
-_PLACE_LOOK_S = 1.0
+_PLACE_LOOK_S, _PLACE_LOOKS = 1.0, 3
+"""Looks in a row that find the engine misplaced before it ends: production that restarts changes
+one page after the other."""
 MISPLACED = os.EX_TEMPFAIL
 """Exit status of a guest that has to start anew elsewhere, with a configuration read again."""
 _FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
@@ -82,6 +84,11 @@ class GuestEngine:
     def ask_to_stop(self) -> None:
         """Request a stop. A second request sends the signal whatever the MPS daemon replies."""
         self._stop_requested.set()
+
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether it had to leave its GPU; an engine may exit with `MISPLACED` by itself."""
+        return self._misplaced
 
     async def run(self) -> int:
         """Run the engine and return its exit status, 0 after a requested stop, `MISPLACED` if it
@@ -145,9 +152,16 @@ class GuestEngine:
 
     async def _look_at_place(self) -> None:
         """Ask for a stop once the engine is misplaced."""
+        looks = 0
         while not self._misplaced:
             await asyncio.sleep(_PLACE_LOOK_S)
-            if why := self._misplacement():
+            try:
+                why = self._misplacement()
+            except Exception:
+                _log.exception("the guest's place is not known at this look")
+                continue
+            looks = looks + 1 if why else 0
+            if looks == _PLACE_LOOKS:
                 _log.error("the guest ends, to start anew: %s", why)
                 self._misplaced = True
                 self.ask_to_stop()
@@ -250,8 +264,9 @@ async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) 
     failures = 0
     while True:
         began_s = clock.now()
-        status = await engine().run()
-        if status in (0, MISPLACED):
+        running = engine()
+        status = await running.run()
+        if status == 0 or running.is_misplaced:
             return status
         stop = stop_event()
         life_s = clock.now() - began_s

@@ -10,10 +10,19 @@ from harvester.contracts.page import PageDirectory, stated_gpus
 from harvester.policy.sample import MAX_PULSES
 
 
-def misplacement(gpus: Collection[str], pages: PageDirectory) -> str:
+def misplacement(
+    gpus: Collection[str], pages: PageDirectory, required: Collection[str] = ()
+) -> str:
     """Why a guest must not run on these GPUs, by UUID; "" if it may, or if production states no
-    GPUs."""
-    used = stated_gpus(pages.pulses(most=MAX_PULSES))
+    GPUs. `required`: names of pulses that production has, besides those present.
+
+    While one pulse is silent its engine's GPUs are not known, and the gate is closed.
+    """
+    names = {*pages.pulse_names(), *required}
+    pulses = pages.pulses(most=MAX_PULSES)
+    if len(pulses) < len(names):
+        return ""
+    used = stated_gpus(pulses)
     others = [uuid for uuid in gpus if used and uuid not in used]
     if not others:
         return ""

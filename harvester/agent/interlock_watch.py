@@ -54,18 +54,14 @@ class InterlockWatch:
         self.configure(config)
 
     def configure(self, config: AgentConfig) -> None:
-        """Take over the slots. Slots that stay keep their locks and accelerators. A slot that comes
-        back gets its old lock: what fired goes on until it was quiet."""
-        before = self._locks
-        self._locks = {
-            slot.name: before.get(slot.name)
-            or (
-                self._absent.get(slot.name)
-                or _interlock("accelerators", self._accelerators, slot=slot.name),
-                slot.guest.gpus if slot.guest is not None else (),
-            )
-            for slot in config.slots
-        }
+        """Take over the slots. Slots that stay keep their locks, and their accelerators if any were
+        named. A slot that comes back gets its old lock: what fired goes on until it was quiet."""
+        before, self._locks = self._locks, {}
+        for slot in config.slots:
+            lock, uuids = before.get(slot.name, (self._absent.get(slot.name), ()))
+            lock = lock or _interlock("accelerators", self._accelerators, slot=slot.name)
+            uuids = uuids or (slot.guest.gpus if slot.guest is not None else ())
+            self._locks[slot.name] = (lock, uuids)
         gone = before.keys() - self._locks.keys()
         self._absent |= {name: before[name][0] for name in gone}
         while len(self._absent) > _MOST_ABSENT:

@@ -97,10 +97,11 @@ def _fixed(slot: SlotConfig) -> dict[str, Any]:
 
 
 def _taken_over(old: SlotConfig, new: SlotConfig, judged: bool) -> SlotConfig:
-    """`judged`: an interlock looks at the GPUs that the slot had at the agent's start."""
+    """`judged`: an interlock looks at the GPUs that the slot was first given. Without any it looks
+    at all, until discovery has found the slot's."""
     taken = {name: getattr(new, name) for name in (*SLOT_FIELDS, GUEST_FIELD)}
     gpus = old.guest.gpus if old.guest else ()
-    if judged and gpus != (new.guest.gpus if new.guest else ()):
+    if judged and gpus and gpus != (new.guest.gpus if new.guest else ()):
         taken[GUEST_FIELD] = new.guest.model_copy(update={"gpus": gpus}) if new.guest else old.guest
     return old.model_copy(update=taken)
 

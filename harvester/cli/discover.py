@@ -7,7 +7,7 @@ that it wrote last stay.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -142,8 +142,8 @@ def _run(
     forget_s: float,
 ) -> None:
     slots = SlotTemplate(parse_fields(read_text(template), template))
-    stated = no_statement if config is None else ProductionGpus(read_agent_config(config).config)
     if write is None:
+        stated = no_statement if config is None else _of_pages(config)
         found, faults = slots.slots(find(), stated)
         typer.echo(_text([*found.values()]), nl=False)
         for fault in faults:
@@ -151,11 +151,36 @@ def _run(
         return
     begin_log("info")
     clock = MonotonicClock()
-    kept = KeptSlots(_written(write), forget_s=forget_s)
+    last = _written(write)
+    kept = KeptSlots(last, forget_s=forget_s)
+    stated = _lasting(config, last)
     writer = SlotsWriter(find=find, template=slots, kept=kept, file=write, stated=stated)
     while True:
         writer.take(now=clock.now())
         time.sleep(every_s)
+
+
+def _of_pages(config: Path, last: Mapping[str, Fields] | None = None) -> StatedGpus:
+    """Statements from the pages of the agent's file; `last`: the slots that were written last.
+    Raises ConfigError."""
+    gpus = {
+        name: tuple(guest.get("gpus", ()))
+        for name, slot in (last or {}).items()
+        if isinstance(guest := slot.get("guest"), dict)
+    }
+    return ProductionGpus(read_agent_config(config).config, last=gpus)
+
+
+def _lasting(config: Path | None, last: Mapping[str, Fields]) -> StatedGpus:
+    """Statements for a discovery that goes on: a fault of the agent's file is logged, since slots
+    without GPUs are better than none."""
+    if config is None:
+        return no_statement
+    try:
+        return _of_pages(config, last)
+    except ConfigError as error:
+        _log.error("no GPU is read from production's pages before a restart: %s", error)
+        return no_statement
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +198,7 @@ class SlotsWriter:
         """Looks once and writes the file if its slots changed or it is old: its age says when a
         look last succeeded. Logs faults when they begin."""
         try:
-            found, faults = self.template.slots(self.find(), self.stated)
+            found, faults = self.template.slots(self.find(), self.stated, first=self.kept.on_gpus)
             text = _text(self.kept.observe(found, now=now)).encode()
             if len(text) > MAX_FILE_BYTES:
                 raise Exhausted(f"{len(text)} bytes are more than an agent reads")

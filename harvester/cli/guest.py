@@ -29,7 +29,7 @@ from harvester.agent.shared_memory import SharedMemory
 from harvester.cli.audit_command import printable
 from harvester.cli.guest_checks import checks, outlook, refuse_bad, supported_vllm
 from harvester.config import SlotConfig
-from harvester.config_file import load_agent_config
+from harvester.config_file import load_agent_config, read_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.isolation import IsolationBackend
@@ -69,14 +69,14 @@ def guest(
         mark = "good" if check.good else "WRONG"
         console.print(printable(f"{check.what}: {mark}: {check.says}"), soft_wrap=True)
     vllm = supported_vllm()
-    settings = _settings(chosen, requested)
+    settings = _settings(chosen, requested, discovered=_is_discovered(config, chosen))
     console.print(
         _table(plan_options(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}")
     )
     planned = plan(settings, vllm)
     command = _command(chosen, requested, planned, pages, gpus=settings.gpus, vllm=vllm)
     seen = outlook(planned.isolation, agent.settings_of(chosen), pages) if dry_run else ()
-    misplaced = partial(misplacement, [gpu.uuid for gpu in settings.gpus], pages)
+    misplaced = partial(misplacement, [gpu.uuid for gpu in settings.gpus], pages, chosen.pulses)
     for note in (*seen, *_notes(chosen, planned, pages)):
         console.print(printable(f"- {note}"), soft_wrap=True)
     if dry_run:
@@ -170,7 +170,12 @@ def _guest(slot: SlotConfig) -> GuestConfig:
     return slot.guest
 
 
-def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
+def _is_discovered(config: Path, slot: SlotConfig) -> bool:
+    """Whether the slot is in the agent's `slots_file`."""
+    return slot.name not in {each.name for each in read_agent_config(config).config.slots}
+
+
+def _settings(slot: SlotConfig, requested: GuestConfig, *, discovered: bool) -> GuestSettings:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
@@ -181,7 +186,7 @@ def _settings(slot: SlotConfig, requested: GuestConfig) -> GuestSettings:
     return GuestSettings(
         kv_cache_bytes=requested.kv_cache_bytes,
         memory_bytes=_memory_bytes(slot),
-        gpus=_gpus(requested.gpus),
+        gpus=_gpus(requested.gpus, discovered=discovered),
         isolation=requested.isolation,
         mps=share,
         shared_kv="" if slot.kvcached is None else slot.kvcached.guest,
@@ -197,14 +202,20 @@ def _memory_bytes(slot: SlotConfig) -> int:
     return min(machine_bytes, limit_bytes or machine_bytes)
 
 
-def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
-    """The named GPUs, or the only one present. Raises ConfigError if a choice would be a guess."""
+def _gpus(named: Sequence[str], *, discovered: bool) -> tuple[Gpu, ...]:
+    """The named GPUs, or the only one present. Raises ConfigError if a choice would be a guess, and
+    NotYet if discovery may still name them, once production has stated its own."""
     there = {gpu.uuid: gpu for gpu in gpus()}
     absent = sorted(set(named) - there.keys())
     if absent:
         raise ConfigError(
             f"gpus: no {', '.join(absent)} here; nvidia-smi lists {', '.join(there) or 'none'} "
             "(slices of MIG are not supported)"
+        )
+    if not named and len(there) > 1 and discovered:
+        raise NotYet(
+            "gpus: the slots file has none for this slot until production states its own, out of "
+            f"{', '.join(there)}"
         )
     if not named and len(there) > 1:
         raise ConfigError(f"gpus: name the slot's GPUs out of {', '.join(there)}")

@@ -1,7 +1,7 @@
 """Slots from a template and the engines that a source has found. Pure."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Template
 from typing import Any
@@ -12,14 +12,15 @@ from harvester.config import MAX_SLOTS, AgentConfig, SlotConfig, values_of_one_s
 from harvester.config_file import unsafe_settings
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import is_name
+from harvester.contracts.page import is_gpu_uuid
 
 Fields = dict[str, Any]
 _PLACED = {"type": "string", "pattern": r"\$"}
 """Schema of a text with a placeholder."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
-_UUID = re.compile(r"GPU-[A-Za-z0-9-]{1,60}")
-_GPU = "gpu"
-"""The engine's own value that names its GPUs, with commas."""
+GPU = "gpu"
+"""The engine's own value that names its GPUs, with commas, if it begins with `GPU-`: it may as well
+be a number for a placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +96,17 @@ class SlotTemplate:
         self,
         engines: Iterable[DiscoveredEngine],
         stated: StatedGpus = no_statement,
+        *,
+        first: Collection[str] = (),
     ) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by name, and a fault for each engine without one. If two engines
-        claim one slot, page directory, GPU or URL, the first gets it."""
+        claim one slot, page directory or URL, the first gets it. A second engine on a GPU gets
+        a slot without a guest, and a fault. `first`: slots that come before others, since they had
+        their GPUs at the last look."""
         slots: dict[str, Fields] = {}
         origins: dict[_Claim, str] = {}
         faults = []
-        for engine in engines:
+        for engine in sorted(engines, key=lambda engine: engine.slot not in first):
             try:
                 if len(slots) == MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
@@ -110,6 +115,12 @@ class SlotTemplate:
                 if first := next((origins[name] for name in names if name in origins), ""):
                     raise ValueError(f"slot {engine.slot} belongs to {first}")
                 fields = _on_gpus(fields, engine, stated)
+                if shared := sorted(_gpu_claims(fields) & origins.keys()):
+                    faults.append(
+                        f"{engine.origin}: no guest: {' '.join(shared[0])} belongs to "
+                        f"{origins[shared[0]]}"
+                    )
+                    fields = {name: each for name, each in fields.items() if name != "guest"}
                 claims = {*names, *_claims(fields)}
                 if taken := sorted(claims & origins.keys()):
                     raise ValueError(f"{' '.join(taken[0])} belongs to {origins[taken[0]]}")
@@ -135,19 +146,25 @@ def _claims(slot: Fields) -> set[_Claim]:
     return {("pages", pages_of(slot)), *shared}
 
 
+def _gpu_claims(slot: Fields) -> set[_Claim]:
+    return {claim for claim in _claims(slot) if claim[0] == "guest.gpus"}
+
+
 def _on_gpus(slot: Fields, engine: DiscoveredEngine, stated: StatedGpus) -> Fields:
     """The slot with its guest on GPUs that template, annotation or variable name, else on those
     that production states. Raises ValueError if production runs on others than are named."""
     if not isinstance(guest := slot.get("guest"), dict):
         return slot
-    named = guest.get("gpus") or [each for each in engine.values.get(_GPU, "").split(",") if each]
-    if strange := next((uuid for uuid in named if not _UUID.fullmatch(uuid)), ""):
+    own = engine.values.get(GPU, "")
+    listed = [each for each in own.split(",") if each] if own.startswith("GPU-") else []
+    named = guest.get("gpus") or listed
+    if strange := next((uuid for uuid in named if not is_gpu_uuid(uuid)), ""):
         raise ValueError(f"{strange[:80]!r} is no GPU's UUID: write GPU-..., with commas")
     used = stated(SlotConfig.model_validate(slot), engine)
     if used and (others := [uuid for uuid in named if uuid not in used]):
         raise ValueError(
             f"{', '.join(others)} is named as its GPU, and production runs on {', '.join(used)}: "
-            f"remove {_GPU} (annotation or variable) or mend it"
+            f"remove {GPU} (annotation or variable) or mend it"
         )
     gpus = [*(named or used)]
     return {**slot, "guest": {**guest, "gpus": gpus}} if gpus else slot
@@ -200,6 +217,11 @@ class KeptSlots:
         self._slots = dict(slots)
         self._missing_since_s: dict[str, float] = {}
         self._forget_s = forget_s
+
+    @property
+    def on_gpus(self) -> frozenset[str]:
+        """Names of the last slots whose guests have GPUs."""
+        return frozenset(name for name, slot in self._slots.items() if _gpu_claims(slot))
 
     def observe(self, found: Mapping[str, Fields], *, now: float) -> list[Fields]:
         """The slots to write, by name; `found`: slots of a source that answered."""

@@ -250,6 +250,12 @@ STATISTICS: tuple[Symbol, ...] = (
     *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_name"),
     *reads("vllm.config", "ParallelConfig.data_parallel_rank_local"),
     *reads("vllm.third_party.pynvml", "nvmlDeviceGetMigMode", "NVML_ERROR_NOT_SUPPORTED"),
+    *reads(
+        "vllm.third_party.pynvml",
+        "nvmlDeviceGetCount",
+        "nvmlDeviceGetHandleByIndex",
+        "nvmlDeviceGetName",
+    ),
     *reads(_STATS, "SchedulerStats.num_running_reqs", "SchedulerStats.num_waiting_reqs"),
     *reads(
         _STATS,

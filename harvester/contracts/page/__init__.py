@@ -18,6 +18,7 @@ from harvester.contracts.page.records import (
     ProductionModel,
     Pulse,
     PulseHead,
+    is_gpu_uuid,
     latest_cores,
     stated_gpus,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "PulseHead",
     "Reading",
     "engine_of",
+    "is_gpu_uuid",
     "latest_cores",
     "pulse_page",
     "stated_gpus",

@@ -4,6 +4,7 @@ Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 
 engine's page with a number outside its range counts as torn: the agent passes such numbers on.
 """
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, ClassVar
@@ -21,6 +22,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 MOST_SHAPE_CHARACTERS = 120
 MOST_GPUS = 10
 """Largest number of UUIDs for which the fullest pulse has room."""
+_GPU_UUID = re.compile(r"GPU-[A-Za-z0-9-]{1,60}")
 _LATE_NS = 250_000_000
 """Reports closer in time than this have no order: a busy API server reads its statistics late."""
 
@@ -167,9 +169,15 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     if unknown, and of an unfit engine."""
 
 
+def is_gpu_uuid(text: str) -> bool:
+    """Whether a text could be a GPU's UUID; a slice of MIG has another."""
+    return _GPU_UUID.fullmatch(text) is not None
+
+
 def stated_gpus(pulses: Sequence[Pulse]) -> tuple[str, ...]:
-    """UUIDs of the GPUs of all engines of a slot; empty if one of them states none."""
-    if not all(pulse.gpus for pulse in pulses):
+    """UUIDs of the GPUs of all engines of a slot; empty if one of them states none, or any other
+    text, which must not reach a file or a terminal."""
+    if not all(pulse.gpus and all(map(is_gpu_uuid, pulse.gpus)) for pulse in pulses):
         return ()
     return tuple(dict.fromkeys(uuid for pulse in pulses for uuid in pulse.gpus))
 

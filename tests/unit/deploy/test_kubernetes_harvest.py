@@ -205,7 +205,7 @@ def test_the_guest_of_the_template_would_start_from_its_pod(
     assert f"production needs, with one restart: {OWNERS_VARIABLE}={owners}" in shown
     program.write_text("#!/bin/sh\nprintf 'GPU-1, Default\\nGPU-2, Default\\n'\n")
     code, shown = said(file, capsys, *arguments[2:])
-    assert (code, "name the slot's GPUs out of GPU-1, GPU-2" in shown) == (2, True)
+    assert (code, "until production states its own, out of GPU-1, GPU-2" in shown) == (75, True)
 
 
 def test_the_guest_of_a_node_with_several_gpus_gets_those_of_production() -> None:

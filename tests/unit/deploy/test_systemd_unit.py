@@ -175,7 +175,9 @@ def test_guest_and_agent_are_two_users_that_one_file_names() -> None:
     assert said(GUEST_UNIT, "User") == list(config.owners.guest) == ["rosemux-guest"]
     assert list(config.owners.production) == ["vllm"]
     assert config.page_group == "rosemux-pages"
-    assert said(GUEST_UNIT, "EnvironmentFile") == said(UNIT, "EnvironmentFile")
+    discover = DEPLOY / "systemd" / "rosemux-discover.service"
+    for reader in (GUEST_UNIT, discover):
+        assert said(reader, "EnvironmentFile") == said(UNIT, "EnvironmentFile")
     (agent,), (guest,) = said(UNIT, "ExecStart"), said(GUEST_UNIT, "ExecStart")
     assert re.findall(r"--config \S+", agent) == re.findall(r"--config \S+", guest)
 

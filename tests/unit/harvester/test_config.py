@@ -248,8 +248,7 @@ slots:
         "[--config, more.yaml]",
         "[--scheduler_cls, other.Scheduler]",
         "[--weight-transfer-config.backend, nccl]",
-        "[--distributed-executor-backend, ray]",
-        "[--data-parallel-size=2]",
+        "[--data-parallel-backend, ray]",
     ],
 )
 def test_flags_that_are_rosemux_s_own_are_refused_for_a_guest(write: Any, arguments: str) -> None:
@@ -265,6 +264,22 @@ def test_other_flags_are_a_guest_s_own(write: Any) -> None:
     guest = load_agent_config(write(text), environment={}).slots[0].guest
     assert guest is not None
     assert guest.arguments[:2] == ("--seed", "7")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "[--distributed-executor-backend, mp]",
+        "[--distributed-executor-backend=uni]",
+        "[--data-parallel-size=1]",
+        "[--nnodes, '1']",
+    ],
+)
+def test_a_shape_is_judged_by_the_engine_since_its_flags_may_be_harmless(
+    write: Any, arguments: str
+) -> None:
+    text = GUEST.format(url="http://127.0.0.1:8001", arguments=arguments)
+    assert load_agent_config(write(text), environment={}).slots[0].guest
 
 
 def test_a_guest_s_url_is_one_that_it_listens_on(write: Any) -> None:

@@ -33,10 +33,15 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """NVML of a node some of whose GPUs are divided by MIG."""
+    """NVML of a node some of whose GPUs are divided by MIG; `models` are its GPUs' names."""
 
-    def __init__(self, sliced: tuple[str, ...] = (), faults: dict[str, int] | None = None) -> None:
-        self.sliced, self.faults, self.open = sliced, faults or {}, 0
+    def __init__(
+        self,
+        sliced: tuple[str, ...] = (),
+        faults: dict[str, int] | None = None,
+        models: tuple[str, ...] = ("H100", "H100"),
+    ) -> None:
+        self.sliced, self.faults, self.models, self.open = sliced, faults or {}, models, 0
 
     def module(self) -> SimpleNamespace:
         """The functions under the names of the bindings."""
@@ -45,6 +50,9 @@ class FakeNvml:
             NVML_ERROR_NOT_SUPPORTED=NOT_SUPPORTED,
             nvmlInit=partial(self._count, 1),
             nvmlShutdown=partial(self._count, -1),
+            nvmlDeviceGetCount=lambda: len(self.models),
+            nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetName=lambda index: self.models[index],
             nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
             nvmlDeviceGetMigMode=self._mig_mode,
         )
@@ -63,6 +71,9 @@ Sees = Callable[..., FakeNvml]
 
 @pytest.fixture
 def sees(monkeypatch: pytest.MonkeyPatch) -> Sees:
+    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
     def see(*uuids: str, nvml: FakeNvml | None = None) -> FakeNvml:
         library = nvml or FakeNvml()
         platform = FakeNvmlPlatform(*uuids) if uuids else None
@@ -110,6 +121,36 @@ def test_nothing_is_stated_where_it_could_be_another_device(sees: Sees) -> None:
     assert engine_gpus.engine_gpus(parallel(1)) == (ON_NODE[0],), "a GPU that has no MIG"
     sees(*ON_NODE[:2], nvml=FakeNvml(faults={ON_NODE[0]: 999}))
     assert engine_gpus.engine_gpus(parallel(1)) == (), "a driver that does not say"
+
+
+@pytest.mark.parametrize(
+    ("models", "environment", "stated"),
+    [
+        (("T4", "H100"), {}, False),
+        (("T4", "H100"), {"CUDA_VISIBLE_DEVICES": "1,0"}, False),
+        (("T4", "H100"), {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, False),
+        (("T4", "H100"), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, True),
+        (("T4", "H100"), {"CUDA_VISIBLE_DEVICES": f"{ON_NODE[0]}, {ON_NODE[1]}"}, True),
+        (("T4", "H100"), {"CUDA_VISIBLE_DEVICES": f"1,{ON_NODE[1]}"}, False),
+        (("H100", "H100"), {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        (("H100",), {}, True),
+        (("H100",), {"CUDA_VISIBLE_DEVICES": "MIG-1"}, False),
+        (("H100",), {"CUDA_VISIBLE_DEVICES": "MIG-1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+    ],
+)
+def test_nothing_is_stated_where_cuda_may_number_the_gpus_otherwise(
+    sees: Sees,
+    monkeypatch: pytest.MonkeyPatch,
+    models: tuple[str, ...],
+    environment: dict[str, str],
+    stated: bool,
+) -> None:
+    """CUDA's number 0 is the fastest GPU, and NVML's the first on the bus."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    library = sees(*ON_NODE[:2], nvml=FakeNvml(models=models))
+    assert bool(engine_gpus.engine_gpus(parallel())) is stated
+    assert library.open == 0
 
 
 def test_no_more_are_stated_than_a_page_has_room_for(sees: Sees) -> None:

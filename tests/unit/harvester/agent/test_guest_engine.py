@@ -321,3 +321,52 @@ async def test_it_ends_to_start_anew_once_production_runs_on_another_gpu(
     assert await asyncio.wait_for(running, 60) == MISPLACED
     assert [pid for pid in pids if runs(pid)] == []
     assert "production runs on GPU-2" in caplog.text
+
+
+async def test_it_is_misplaced_only_if_three_looks_in_a_row_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_engine, "_PLACE_LOOK_S", 0.01)
+    left = iter(["elsewhere", "elsewhere", "", "elsewhere", "elsewhere"])
+    running = asyncio.create_task(engine(tmp_path, misplacement=lambda: next(left, "")).run())
+    pids = await started(tmp_path)
+    await asyncio.sleep(0.2)
+    assert next(left, None) is None
+    assert all(map(runs, pids))
+    left = iter(["elsewhere"] * 3)
+    assert await asyncio.wait_for(running, 60) == MISPLACED
+
+
+async def test_a_look_that_fails_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guest_engine, "_PLACE_LOOK_S", 0.01)
+    found: list[OSError | str] = [OSError("no file left"), *["elsewhere"] * 3]
+    looks = iter(found)
+
+    def look() -> str:
+        seen = next(looks)
+        if isinstance(seen, OSError):
+            raise seen
+        return seen
+
+    run = engine(tmp_path, misplacement=look).run()
+    assert await asyncio.wait_for(run, 60) == MISPLACED
+    assert "no file left" in caplog.text
+
+
+def test_a_silent_pulse_leaves_open_where_production_runs(tmp_path: Path) -> None:
+    """One engine of two stalls for a moment, or restarts."""
+    pages = PageDirectory.create(tmp_path / "pages")
+    gpus = ["GPU-1", "GPU-2"]
+    a = pages.pulse_writer("a", 0)
+    a.write(Pulse(gpus=("GPU-1",)), now_ns=monotonic_ns(), ttl_ns=10**11)
+    assert "would be on GPU-2" in misplacement(gpus, pages)
+    assert misplacement(gpus, pages, ["pulse.a.0", "pulse.b.0"]) == ""
+    b = pages.pulse_writer("b", 0)
+    b.write(Pulse(gpus=("GPU-2",)), now_ns=monotonic_ns() - 10**10, ttl_ns=5 * 10**8)
+    assert misplacement(gpus, pages) == ""
+    b.write(Pulse(gpus=("GPU-2",)), now_ns=monotonic_ns(), ttl_ns=10**11)
+    assert misplacement(gpus, pages) == ""
+    b.write(Pulse(gpus=("GPU-3",)), now_ns=monotonic_ns(), ttl_ns=10**11)
+    assert "would be on GPU-2" in misplacement(gpus, pages, ["pulse.b.0"])

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from harvester.agent import guest_engine
-from harvester.agent.guest_engine import GuestEngine, restart_wait, run_with_restarts
+from harvester.agent.guest_engine import (
+    MISPLACED,
+    GuestEngine,
+    restart_wait,
+    run_with_restarts,
+)
 from harvester.contracts.clock import MonotonicClock
 
 # Fails until it has been started a given number of times; each start adds a line.
@@ -70,6 +75,22 @@ def test_a_guest_that_fails_is_started_until_one_ends_well(no_wait: None, tmp_pa
     run = run_with_restarts(lambda: failing(file, 3), clock=MonotonicClock())
     assert asyncio.run(run) == 0
     assert starts(file) == 3
+
+
+def test_an_engine_s_own_status_is_no_sign_that_it_is_misplaced(
+    no_wait: None, tmp_path: Path
+) -> None:
+    file = tmp_path / "starts"
+    program = (
+        "import sys\nopen(sys.argv[1], 'a').write('x\\n')\n"
+        f"sys.exit({MISPLACED} if len(open(sys.argv[1]).readlines()) < 2 else 0)"
+    )
+    run = run_with_restarts(
+        lambda: GuestEngine([sys.executable, "-c", program, str(file)], {}),
+        clock=MonotonicClock(),
+    )
+    assert asyncio.run(run) == 0
+    assert starts(file) == 2
 
 
 def test_none_starts_beside_a_process_of_the_one_before(no_wait: None, tmp_path: Path) -> None:

@@ -241,6 +241,21 @@ def test_an_interlock_that_fired_goes_on_when_its_slot_comes_back(
     assert watch._locks["slot1"][0] is lock
 
 
+def test_an_interlock_looks_at_the_gpus_that_discovery_finds_later(config: AgentConfig) -> None:
+    guest = {"model": "/m", "weights": "/w", "context_tokens": 1, "kv_cache_bytes": 1}
+
+    def on(*gpus: str) -> AgentConfig:
+        slot = SlotConfig.model_validate({"name": "slot0", "guest": {**guest, "gpus": gpus}})
+        return config.model_copy(update={"slots": (slot,)})
+
+    watch = InterlockWatch(on(), clock=VirtualClock())
+    lock, _ = watch._locks["slot0"]
+    watch.configure(on("GPU-1"))
+    assert watch._locks["slot0"] == (lock, ("GPU-1",))
+    watch.configure(on("GPU-2"))
+    assert watch._locks["slot0"] == (lock, ("GPU-1",)), "its guest may still be there"
+
+
 def test_a_renamed_slot_has_the_pages_of_the_one_that_is_gone(
     node: NodeAgent, config: AgentConfig, tmp_path: Path
 ) -> None:

@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harvester.cli.discover import SlotsWriter, _written
+from harvester.cli.discover import SlotsWriter, _lasting, _of_pages, _written
 from harvester.cli.root import main
+from harvester.config import SlotConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.discovery.slot_template import DiscoveredEngine, KeptSlots, SlotTemplate
+from harvester.discovery.slot_template import (
+    DiscoveredEngine,
+    Fields,
+    KeptSlots,
+    SlotTemplate,
+    no_statement,
+)
 from tests.kubernetes_api import Kubernetes, kubernetes_api
 
 TEMPLATE = {"metrics_url": "http://$host:$port/metrics", "model": "m"}
@@ -230,3 +237,22 @@ def test_a_file_of_someone_else_is_not_overwritten(tmp_path: Path) -> None:
     own.write_text("slots: [{name: slot0}]\n")
     with pytest.raises(ConfigError, match="not a file of `rosemux discover`"):
         _written(own)
+
+
+def test_an_agent_s_file_with_a_fault_costs_the_gpus_and_no_slot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = tmp_path / "agent.yaml"
+    agent.write_text("slotz: []\n")
+    assert _lasting(agent, {}) is no_statement
+    assert "slotz" in caplog.text
+    with pytest.raises(ConfigError):
+        _of_pages(agent)
+    agent.write_text(f"slots_file: {tmp_path / 'slots.yaml'}\npage_root: {tmp_path}\n")
+    last: dict[str, Fields] = {
+        "chat": {"name": "chat", "guest": {"gpus": ["GPU-1"]}},
+        "code": {"name": "code"},
+    }
+    stated = _lasting(agent, last)
+    unit = DiscoveredEngine(slot="chat", origin="unit chat")
+    assert stated(SlotConfig(name="chat"), unit) == ("GPU-1",)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coserve.guest import isolation
 from coserve.vllm.capabilities import installed_vllm_version
@@ -269,6 +270,26 @@ def test_the_slot_s_gpus_are_named_where_there_are_several(
     assert code == 0
     assert "CUDA_VISIBLE_DEVICES=GPU-3,GPU-1 " in shown
     assert "--tensor-parallel-size 2 --seed 7" in shown
+
+
+def test_a_discovered_slot_waits_for_the_gpus_that_production_states(
+    tmp_path: Path,
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Status 2 would end its unit for good."""
+    driver("GPU-1, Default\\nGPU-2, Default\\n")
+    agent = write()
+    settings = yaml.safe_load(agent.read_text())
+    slots = tmp_path / "slots.yaml"
+    slots.write_text(yaml.safe_dump({"slots": settings.pop("slots")}))
+    agent.write_text(yaml.safe_dump({**settings, "slots_file": str(slots)}))
+    code, shown = said(agent, capsys)
+    assert (code, "until production states its own" in shown) == (75, True), shown
+    slots.write_text(slots.read_text().replace("guest:", "guest:\n    gpus: [GPU-2]"))
+    code, shown = said(agent, capsys)
+    assert (code, "CUDA_VISIBLE_DEVICES=GPU-2 " in shown) == (0, True), shown
 
 
 def test_a_driver_that_is_ill_is_no_machine_without_a_gpu(

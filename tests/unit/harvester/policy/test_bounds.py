@@ -27,7 +27,7 @@ from harvester.interlock_config import (
     AlertsConfig,
     InterlocksConfig,
 )
-from harvester.platform.tls import ServerTls
+from harvester.platform.tls import Credentials, ServerTls
 from harvester.policy.bounds import (
     BOUNDS,
     ITL_EDGES_S,
@@ -68,6 +68,7 @@ PARTS: dict[type, tuple[str, Where]] = {
     AgentConfig: ("", ()),
     HttpConfig: ("", ("http",)),
     ServerTls: ("", ("http", "tls")),
+    Credentials: ("", ("guests",)),
     SlotConfig: ("", ("slots", 0)),
     GuestConfig: ("guest", ("slots", 0, "guest")),
     MpsConfig: ("mps", ("slots", 0, "mps")),
