@@ -168,15 +168,20 @@ def require_tokens(node: Node) -> None:
 
 def discover(node: Node) -> None:
     """The slots of two units, of which one ends; the agent follows, and goes on with its own."""
-    (node.root / "etc/systemd/system/vllm@.service").write_text(
+    units = node.root / "etc/systemd/system"
+    (units / "vllm@.service").write_text(
         "[Service]\n"
-        "Environment=ROSEMUX_PAGE_DIR=/run/rosemux/%i ROSEMUX_SLOT_GUEST_PORT=8123\n"
+        "Environment=ROSEMUX_PAGE_DIR=/run/rosemux/%i\n"
         "ExecStart=/bin/sh -c 'exec sleep 1d' --port 8123\n"
     )
     # One is that of the agent's own file, as its page's command would make it.
+    for port, name in enumerate(("found", "ends", "slot0"), start=8124):
+        (units / f"vllm@{name}.service.d").mkdir()
+        own = f"[Service]\nEnvironment=ROSEMUX_SLOT_GUEST_PORT={port}\n"
+        (units / f"vllm@{name}.service.d/port.conf").write_text(own)
     node.run("systemctl start vllm@found vllm@ends vllm@slot0")
     said = node.run(block("Discover production engines"))
-    if said.count("engine_url: http://127.0.0.1:8123") != 3:
+    if said.count("engine_url: http://127.0.0.1:812") != 3:
         raise NodeError(f"three slots are not there:\n{said}")
     node.run(
         "function slots { curl --silent --show-error --fail http://127.0.0.1:9711/v1/slots; }\n"
