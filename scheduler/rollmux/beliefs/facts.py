@@ -17,7 +17,6 @@ _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
 _TAIL_STEP_RATIO: Final = 0.02
 """A bulk's share of the rollout's time that moved this far renews the belief too."""
-_LEAST_S: Final = 1e-3
 _versions = count(1)
 
 
@@ -141,7 +140,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
 
     def lose_iteration(self) -> None:
         """Restarts at the last checkpoint: work since then earns no credit."""
-        self.account.solo_s -= self.open_s
+        self.account.take_back(self.open_s)
         self.open_s = 0.0
         self.next_phase = PhaseKind.ROLLOUT
 
@@ -172,7 +171,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     def settled_slowdown(self, now: float) -> float:
         """Slow-down that is above the SLO exactly where `settled_credit_s` is below 0."""
         passed_s = now - self.account.began_s - self._under_way_s(now)
-        return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
+        return self.account.slowdown(passed_s)
 
     def estimate(self, kind: PhaseKind) -> PhaseEstimate:
         """Raises KeyError for a weight sync that was neither declared nor seen."""

@@ -57,7 +57,11 @@ class SloProgress:
 
     def take_back(self, seconds: float) -> None:
         """Takes back time that was counted as alone and was none."""
-        self.solo_s = max(_LEAST_S, self.solo_s - max(0.0, seconds))
+        self.solo_s = max(0.0, self.solo_s - max(0.0, seconds))
+
+    def slowdown(self, passed_s: float) -> float:
+        """Time passed over the time alone, which may all have been taken back."""
+        return max(0.0, passed_s) / max(self.solo_s, _LEAST_S)
 
     def slo_ahead(
         self, now: float, *, iteration_s: float, under_way_s: float = 0.0, drifts: bool = False

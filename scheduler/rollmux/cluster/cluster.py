@@ -178,7 +178,7 @@ class ClusterPolicy:
             self._updates.add(
                 CloseJob(
                     job=job,
-                    slowdown=(facts.seen_s - account.began_s) / account.solo_s,
+                    slowdown=account.slowdown(facts.seen_s - account.began_s),
                     slo=account.slo,
                     iterations=placed.iterations,
                     moves=placed.moves,

@@ -203,3 +203,13 @@ def test_a_job_that_the_planner_fails_on_is_no_job_and_fails_no_other() -> None:
     assert not planner.facts
     policy.submit(submission("a"), now=1.0)
     assert policy.placements[submission("a").job].at is not None
+
+
+def test_a_job_whose_time_alone_is_all_taken_back_has_not_kept_its_slo() -> None:
+    """A negative time alone would make the slow-down negative, which is within every SLO."""
+    policy = _policy()
+    facts = policy.planner.facts[SYNCED.job]
+    _done(policy, ROLLOUT, 40.0, now=40.0, earlier_lost_s=30.0)
+    facts.lose_iteration()
+    assert facts.account.solo_s == 0.0
+    assert facts.settled_slowdown(60.0) > SYNCED.slo
